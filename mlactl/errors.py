@@ -1,0 +1,19 @@
+"""Errors of the command line's services; each names what was found, what was expected and the next command."""
+
+from mlactl.kernels.errors import EnvironmentUnfit, MlactlError
+
+__all__ = ["CannotRun", "EnvironmentUnfit", "MlactlError", "NotFound", "UsageError"]
+
+
+class UsageError(MlactlError):
+    """What was typed does not make sense: exit 2."""
+
+
+class CannotRun(MlactlError):
+    """The inputs are there but cannot be read or written (permissions, a full disk, a busy lock): exit 2."""
+
+
+class NotFound(MlactlError):
+    """Something asked for by name is not there: exit 1."""
+
+    exit_code = 1

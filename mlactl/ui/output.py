@@ -1,0 +1,210 @@
+"""The only code that writes to a terminal: output modes, tables, progress, prompts and errors.
+
+Data goes to stdout; progress, hints, warnings, prompts and errors to stderr. Commands hand over plain JSON-able rows and
+columns; what a mode makes of them is decided here once. rich is imported when something is drawn with it, not before.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, TextIO
+
+import msgspec
+
+from mlactl.errors import MlactlError, UsageError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+SCHEMA_VERSION = 1
+ROW_LIMIT = 200
+"""Rows a human listing shows before it asks for --all."""
+
+Row = Mapping[str, Any]
+
+
+class Mode(StrEnum):
+    """What stdout holds."""
+
+    HUMAN = "human"
+    JSON = "json"
+    JSONL = "jsonl"
+    QUIET = "quiet"
+    PROMETHEUS = "prometheus"
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column of a human listing: `cell` makes its text from a row."""
+
+    title: str
+    cell: Callable[[Any], str]
+    right: bool = False
+
+
+class Task:
+    """A running count of long work; every method is safe to call when nothing is drawn."""
+
+    def __init__(self, advance: Callable[[int], None], describe: Callable[[str], None]) -> None:
+        self._advance, self._describe = advance, describe
+
+    def advance(self, steps: int = 1) -> None:
+        """Counts finished steps."""
+        self._advance(steps)
+
+    def describe(self, text: str) -> None:
+        """Names what is being worked on now."""
+        self._describe(text)
+
+
+class Output:
+    """Renders results in one mode to a pair of streams."""
+
+    def __init__(self, mode: Mode = Mode.HUMAN, *, stdout: TextIO | None = None, stderr: TextIO | None = None) -> None:
+        self.mode = mode
+        self.stdout = stdout or sys.stdout
+        self.stderr = stderr or sys.stderr
+
+    # ---- data
+
+    def document(self, document: Row, human: Callable[[], None], quiet: Callable[[], Sequence[str]] | None = None) -> None:
+        """One JSON document in json and jsonl modes, `quiet()` lines in quiet mode, else whatever `human` writes."""
+        if self.mode in (Mode.JSON, Mode.JSONL):
+            self._json({"schema_version": SCHEMA_VERSION, **document})
+        elif self.mode is Mode.QUIET:
+            for line in quiet() if quiet else ():
+                self.line(line)
+        else:
+            human()
+
+    def listing(
+        self, name: str, rows: Sequence[Any], columns: Sequence[Column], *, key: Callable[[Any], str], show_all: bool = False,
+        extra: Row | None = None, empty: str = "nothing found", as_json: Callable[[Any], Any] | None = None,
+    ) -> None:
+        """A list of rows: `{"schema_version", name: [...]}` as JSON, a row a line as JSONL, `key(row)` a line when quiet, else a table."""
+        encode = as_json or (lambda row: row)
+        if self.mode is Mode.JSON:
+            self._json({"schema_version": SCHEMA_VERSION, **(extra or {}), name: [encode(row) for row in rows]})
+        elif self.mode is Mode.JSONL:
+            for row in rows:
+                self._json(encode(row))
+        elif self.mode is Mode.QUIET:
+            self.stdout.write("".join(f"{key(row)}\n" for row in rows))
+        elif not rows:
+            self.note(empty)
+        elif show_all:
+            for row in rows:
+                self.line("  ".join(column.cell(row) for column in columns))
+        else:
+            self.table(columns, rows[:ROW_LIMIT])
+            more = f", {ROW_LIMIT} shown; --all prints every one" if len(rows) > ROW_LIMIT else ""
+            self.note(f"{len(rows)} {name if len(rows) != 1 else _singular(name)}{more}")
+
+    def table(self, columns: Sequence[Column], rows: Sequence[Any], *, title: str | None = None) -> None:
+        """Draws a table on stdout; off a terminal it is as wide as its cells, so that nothing is cut in a pipe or a log."""
+        from rich import box
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+        for column in columns:
+            table.add_column(column.title, justify="right" if column.right else "left", overflow="fold")
+        for row in rows:
+            table.add_row(*(Text(column.cell(row)) for column in columns))
+        console = self._console(self.stdout)
+        if not console.is_terminal:
+            from rich.measure import Measurement
+
+            console.width = max(20, Measurement.get(console, console.options.update(max_width=100_000), table).maximum)
+        console.print(table)
+
+    def line(self, text: str = "") -> None:
+        """One plain line of data on stdout."""
+        self.stdout.write(f"{text}\n")
+
+    def _json(self, value: object) -> None:
+        self.stdout.write(msgspec.json.encode(value).decode() + "\n")
+
+    # ---- about the data
+
+    def note(self, text: str) -> None:
+        """A remark on stderr, shown to people only."""
+        if self.mode is Mode.HUMAN:
+            self.stderr.write(f"{text}\n")
+
+    def hint(self, text: str) -> None:
+        """The next command to type, on its own line on stderr."""
+        if self.mode is Mode.HUMAN:
+            self.stderr.write(f"hint: {text}\n")
+
+    def warn(self, text: str) -> None:
+        """A warning on stderr, in every mode."""
+        self.stderr.write(f"warning: {text}\n")
+
+    def error(self, error: MlactlError) -> None:
+        """An error and its next command on stderr, in every mode."""
+        self.stderr.write(f"error: {error.message}\n")
+        if error.hint:
+            self.stderr.write(f"hint: {error.hint}\n")
+
+    # ---- long work and questions
+
+    @contextmanager
+    def progress(self, title: str, total: int | None, unit: str) -> Iterator[Task]:
+        """A bar with a count and a rate on a terminal's stderr; plain lines, at most one in 5 s, where stderr is no terminal."""
+        from mlactl.ui.progress import bar, lines
+
+        if self.mode is not Mode.HUMAN:
+            yield Task(lambda _: None, lambda _: None)
+        elif self.stderr.isatty():
+            with bar(self._console(self.stderr), title, total, unit) as task:
+                yield task
+        else:
+            with lines(self.stderr, title, total, unit) as task:
+                yield task
+
+    def confirm(self, question: str, *, yes: bool) -> bool:
+        """True when `yes` or the person agrees; off a terminal without `yes` it raises UsageError instead of asking."""
+        if yes:
+            return True
+        if not sys.stdin.isatty() or not self.stderr.isatty():
+            raise UsageError(f"{question} cannot be asked without a terminal", hint="add --yes to go ahead or --dry-run to only look")
+        self.stderr.write(f"{question} [y/N] ")
+        self.stderr.flush()
+        return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+    def _console(self, stream: TextIO) -> Console:
+        from rich.console import Console
+
+        return Console(file=stream, highlight=False, no_color=bool(os.environ.get("NO_COLOR")) or None)
+
+
+def _singular(name: str) -> str:
+    return name[:-3] + "y" if name.endswith("ies") else name.removesuffix("s")
+
+
+def bytes_text(size: int | None) -> str:
+    """A size for people: 512 B, 85.1 KiB, 1.2 GiB."""
+    if size is None:
+        return "-"
+    value = float(size)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024 or unit == "GiB":
+            return f"{int(value)} B" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    raise AssertionError("unreachable")
+
+
+def age_text(seconds: float | None) -> str:
+    """An age for people, in its largest whole unit: 12s, 5m, 3h, 41d."""
+    if seconds is None:
+        return "-"
+    for limit, divisor, unit in ((120, 1, "s"), (7200, 60, "m"), (172_800, 3600, "h")):
+        if seconds < limit:
+            return f"{int(seconds // divisor)}{unit}"
+    return f"{int(seconds // 86_400)}d"

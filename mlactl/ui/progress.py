@@ -1,0 +1,63 @@
+"""Progress of long work: a bar on a terminal, a plain line now and then elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, TextIO
+
+from mlactl.ui.output import Task
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+LINE_INTERVAL_S = 5.0
+
+
+@contextmanager
+def bar(console: Console, title: str, total: int | None, unit: str) -> Iterator[Task]:
+    """A bar with a count, a rate and the current item; it is gone when the work is done."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (
+        SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(),
+        TextColumn("{task.fields[rate]}"), TimeElapsedColumn(), TextColumn("{task.fields[current]}", style="dim"),
+    )
+    started = time.monotonic()
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task(title, total=total, rate="", current="")
+
+        def advance(steps: int) -> None:
+            progress.advance(task, steps)
+            done = progress.tasks[0].completed
+            progress.update(task, rate=_rate(done, started, unit))
+
+        yield Task(advance, lambda text: progress.update(task, current=text))
+
+
+@contextmanager
+def lines(stream: TextIO, title: str, total: int | None, unit: str) -> Iterator[Task]:
+    """One line at most every few seconds, and a last one when anything was counted."""
+    started = last = time.monotonic()
+    done = 0
+
+    def advance(steps: int) -> None:
+        nonlocal done, last
+        done += steps
+        now = time.monotonic()
+        if now - last >= LINE_INTERVAL_S:
+            last = now
+            stream.write(f"{title}: {_count(done, total)} {unit}, {_rate(done, started, unit)}\n")
+
+    yield Task(advance, lambda _: None)
+    if done:
+        stream.write(f"{title}: {_count(done, total)} {unit}, {_rate(done, started, unit)}\n")
+
+
+def _count(done: int, total: int | None) -> str:
+    return f"{done}/{total}" if total is not None else str(done)
+
+
+def _rate(done: float, started: float, unit: str) -> str:
+    return f"{done / max(time.monotonic() - started, 1e-9):.1f} {unit}/s"
