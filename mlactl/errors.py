@@ -2,7 +2,7 @@
 
 from mlactl.kernels.errors import EnvironmentUnfit, MlactlError
 
-__all__ = ["CannotRun", "EnvironmentUnfit", "MlactlError", "NotFound", "UsageError"]
+__all__ = ["CannotRun", "EnvironmentUnfit", "Interrupted", "MlactlError", "NotFound", "UsageError"]
 
 
 class UsageError(MlactlError):
@@ -17,3 +17,9 @@ class NotFound(MlactlError):
     """Something asked for by name is not there: exit 1."""
 
     exit_code = 1
+
+
+class Interrupted(MlactlError):
+    """Ctrl-C stopped long work half way; the message says what was finished: exit 130."""
+
+    exit_code = 130

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, TextIO
 
-import msgspec
-
 from mlactl.errors import MlactlError, UsageError
 
 if TYPE_CHECKING:
@@ -83,8 +81,16 @@ class Output:
             human()
 
     def listing(
-        self, name: str, rows: Sequence[Any], columns: Sequence[Column], *, key: Callable[[Any], str], show_all: bool = False,
-        extra: Row | None = None, empty: str = "nothing found", as_json: Callable[[Any], Any] | None = None,
+        self,
+        name: str,
+        rows: Sequence[Any],
+        columns: Sequence[Column],
+        *,
+        key: Callable[[Any], str],
+        show_all: bool = False,
+        extra: Row | None = None,
+        empty: str = "nothing found",
+        as_json: Callable[[Any], Any] | None = None,
     ) -> None:
         """A list of rows: `{"schema_version", name: [...]}` as JSON, a row a line as JSONL, `key(row)` a line when quiet, else a table."""
         encode = as_json or (lambda row: row)
@@ -128,6 +134,8 @@ class Output:
         self.stdout.write(f"{text}\n")
 
     def _json(self, value: object) -> None:
+        import msgspec  # here: help and human output do without it
+
         self.stdout.write(msgspec.json.encode(value).decode() + "\n")
 
     # ---- about the data

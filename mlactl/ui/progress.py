@@ -21,8 +21,13 @@ def bar(console: Console, title: str, total: int | None, unit: str) -> Iterator[
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     columns = (
-        SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(),
-        TextColumn("{task.fields[rate]}"), TimeElapsedColumn(), TextColumn("{task.fields[current]}", style="dim"),
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[rate]}"),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[current]}", style="dim"),
     )
     started = time.monotonic()
     with Progress(*columns, console=console, transient=True) as progress:

@@ -1,0 +1,97 @@
+"""Options that several commands share, how they are checked, and shell completion of their values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from mlactl.errors import MlactlError, UsageError
+from mlactl.kernels.spec import ARCHES
+from mlactl.ui.output import Mode, Output
+
+
+class OutputMode(StrEnum):
+    """`--output` of every command; `cache stats` has StatsMode."""
+
+    HUMAN = "human"
+    JSON = "json"
+    JSONL = "jsonl"
+    QUIET = "quiet"
+
+
+class StatsMode(StrEnum):
+    """`--output` of commands that can also feed a metrics collector."""
+
+    HUMAN = "human"
+    JSON = "json"
+    JSONL = "jsonl"
+    QUIET = "quiet"
+    PROMETHEUS = "prometheus"
+
+
+def complete_arch(incomplete: str) -> list[str]:
+    """Arches that start with what was typed."""
+    return [arch for arch in ARCHES if arch.startswith(incomplete)]
+
+
+def complete_profile(incomplete: str) -> list[str]:
+    """Profile names that start with what was typed; nothing, rather than an error, when they cannot be read."""
+    from mlactl.profiles import names
+
+    try:
+        return [name for name in names() if name.startswith(incomplete)]
+    except (MlactlError, OSError):
+        return []
+
+
+def complete_key(incomplete: str) -> list[str]:
+    """Keys in the cache that start with what was typed; nothing, rather than an error, when it cannot be read."""
+    from mlactl.cache.store import Store
+
+    try:
+        return sorted({entry.key for entry in Store.open().entries() if entry.key.startswith(incomplete)})
+    except (MlactlError, OSError):
+        return []
+
+
+OutputOption = Annotated[OutputMode | None, typer.Option("--output", help="What stdout holds", show_default="human")]
+StatsOutputOption = Annotated[StatsMode | None, typer.Option("--output", help="What stdout holds", show_default="human")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Same as --output json")]
+QuietOption = Annotated[bool, typer.Option("-q", "--quiet", help="One key or name a line, for pipes")]
+CacheDirOption = Annotated[str | None, typer.Option("--cache-dir", metavar="DIR", help="Cache root, or a list rw:ro1:ro2")]
+ArchOption = Annotated[
+    list[str] | None, typer.Option("--arch", metavar="ARCH", help=f"Target, repeatable: {', '.join(ARCHES)}", autocompletion=complete_arch)
+]
+ProfileOption = Annotated[str, typer.Option("--profile", metavar="NAME|PATH", help="Deployment profile", autocompletion=complete_profile)]
+OptionalProfileOption = Annotated[
+    str | None, typer.Option("--profile", metavar="NAME|PATH", help="Deployment profile", autocompletion=complete_profile)
+]
+ProfileArgument = Annotated[str, typer.Argument(metavar="NAME|PATH", help="Profile name or file", autocompletion=complete_profile)]
+KeyArgument = Annotated[str, typer.Argument(metavar="KEY", help="Key, or the start of one", autocompletion=complete_key)]
+KeysArgument = Annotated[list[str], typer.Argument(metavar="KEY...", help="Keys, or starts of them", autocompletion=complete_key)]
+OptionalKeyArgument = Annotated[str | None, typer.Argument(metavar="KEY", help="Key, or the start of one", autocompletion=complete_key)]
+OptionalKeysArgument = Annotated[list[str] | None, typer.Argument(metavar="KEY...", help="Keys, or starts of them", autocompletion=complete_key)]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print what would be done, and do nothing")]
+YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Go ahead without asking")]
+AllOption = Annotated[bool, typer.Option("--all", help="Every row, as plain lines")]
+
+
+def make_output(output: OutputMode | StatsMode | None = None, json: bool = False, quiet: bool = False) -> Output:
+    """The renderer that the three output options ask for; raises UsageError when they contradict each other."""
+    asked = {mode for mode, wanted in ((Mode.JSON, json), (Mode.QUIET, quiet)) if wanted}
+    if output is not None:
+        asked.add(Mode(output.value))
+    if len(asked) > 1:
+        raise UsageError(f"two output modes were asked for: {' and '.join(sorted(asked))}", hint="keep one of --output, --json and -q")
+    return Output(asked.pop() if asked else Mode.HUMAN)
+
+
+def checked_arches(values: Sequence[str] | None) -> tuple[str, ...]:
+    """`--arch` values without repeats, in the order given; raises UsageError naming one that no object is made for."""
+    for value in values or ():
+        if value not in ARCHES:
+            raise UsageError(f"--arch {value} is not supported, objects are made for {', '.join(ARCHES)}", hint="mlactl warmup --help")
+    return tuple(dict.fromkeys(values or ()))
