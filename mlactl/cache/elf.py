@@ -1,0 +1,301 @@
+"""Reads a compiled object without loading it: exported functions, signature, and the cubin inside with its arch and resources.
+
+An object is an x86-64 or AArch64 ELF (the linked `.so`, or the `.o` the compiler writes) with a CUDA ELF in its data.
+Both section tables are read here with `struct`: pyelftools takes 5 ms for the same look-ups, eighty times what hashing
+the object takes, and verify looks at thousands. pyelftools reads the resources, which only `show` and publishing need,
+from a cubin whose section table was found sound here first (it believes counts and sizes as they stand).
+
+Sources: the System V ABI for ELF64; CUDA's own parts (`e_flags`, `.note.nv.tkinfo`, `.nv.info`) are undocumented and
+were read off objects compiled for sm_90a, sm_100a, sm_103a, sm_120a, sm_120f and sm_121a.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from dataclasses import dataclass
+from io import BytesIO
+from typing import Any, NamedTuple
+
+ELF_MAGIC = b"\x7fELF"
+FUNCTION_PREFIX = b"__tvm_ffi_"
+SIGNATURE_MARK = b" when calling: `"
+
+EM_CUDA = 190
+ET_REL, ET_DYN = 1, 3
+SHT_SYMTAB, SHT_STRTAB, SHT_NOTE, SHT_NOBITS, SHT_DYNSYM = 2, 3, 7, 8, 11
+SHF_COMPRESSED = 0x800
+HOST_MACHINES = {62: "x86_64", 183: "aarch64"}
+
+MAX_SECTIONS = 4096
+MAX_SIGNATURE_BYTES = 65_536
+MAX_CUBINS = 16
+
+_HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
+_SECTION = struct.Struct("<IIQQQQIIQQ")
+_SYMBOL = struct.Struct("<IBBHQQ")
+_NOTE_ARCH = re.compile(rb"-arch[ =](sm_([0-9]{2,3})[a-z]?)(?![0-9A-Za-z_])")
+
+# .nv.info attributes: format byte 4 means a payload of the stated size, here (symbol index, value).
+_FORMAT_SIZED, _REGISTERS, _FRAME_SIZE = 4, 0x2F, 0x11
+
+
+class BadElf(Exception):
+    """The bytes are no object of ours; `part` is where reading stopped: object, symbol, signature or cubin."""
+
+    def __init__(self, reason: str, part: str = "object") -> None:
+        super().__init__(reason)
+        self.reason, self.part = reason, part
+
+
+@dataclass(frozen=True, slots=True)
+class KernelResources:
+    """What one device kernel takes: registers a thread, stack and local bytes a thread, static shared bytes a block.
+
+    `static_smem_bytes` is the size of the kernel's `.nv.shared` section; from sm_90 on it includes the 1,024 bytes the
+    driver reserves in each block. Shared memory asked for at launch is in no ELF: the manifest records it.
+    """
+
+    name: str
+    registers: int
+    frame_bytes: int
+    static_smem_bytes: int
+    local_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectIdentity:
+    """What tells one object from another without loading it.
+
+    `symbols`: exported TVM-FFI functions without their prefix. `signature`: the function's signature as its own error
+    texts spell it. `arch`: what the cubin's ELF says, `sm_120a`; without a letter where the ELF is of two minds.
+    `host`: x86_64 or aarch64. `cubin`: the device ELF, a view of the object's bytes.
+    """
+
+    symbols: tuple[str, ...]
+    signature: str
+    arch: str
+    host: str
+    cubin: memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectFacts:
+    """An object's identity together with the resources of each of its kernels, by name."""
+
+    symbols: tuple[str, ...]
+    signature: str
+    arch: str
+    host: str
+    cubin: memoryview
+    kernels: tuple[KernelResources, ...]
+
+
+class _Section(NamedTuple):
+    name_at: int
+    kind: int
+    flags: int
+    address: int
+    offset: int
+    size: int
+    link: int
+    info: int
+    align: int
+    entry_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Elf:
+    kind: int
+    machine: int
+    flags: int
+    abi: int
+    sections: tuple[_Section, ...]
+    names: bytes
+    size: int
+
+
+def inspect(data: bytes | memoryview) -> ObjectFacts:
+    """Everything an object says of itself, about 5 ms; raises BadElf for anything that is not one of our objects."""
+    found = identify(data)
+    return ObjectFacts(found.symbols, found.signature, found.arch, found.host, found.cubin, resources(found.cubin))
+
+
+def identify(data: bytes | memoryview) -> ObjectIdentity:
+    """An object's exported functions, signature, arch and cubin, about 60 us; raises BadElf."""
+    data = bytes(data)
+    host = _read_elf(data, 0, "object")
+    machine = HOST_MACHINES.get(host.machine)
+    if machine is None or host.kind not in (ET_REL, ET_DYN):
+        raise BadElf(f"an ELF of machine {host.machine} and type {host.kind}, expected an x86-64 or AArch64 object")
+    symbols = _exported(data, host)
+    if not symbols:
+        raise BadElf("exports no TVM-FFI function", "symbol")
+    signature = _signature(data)
+    at, cubin = _only_cubin(data)
+    view = memoryview(data)[at : at + cubin.size]
+    return ObjectIdentity(symbols, signature, _arch(view, cubin), machine, view)
+
+
+# ---- ELF
+
+
+def _read_elf(data: bytes, at: int, part: str) -> _Elf:
+    """The ELF64 that starts at byte `at`; every section lies inside the data."""
+    room = len(data) - at
+    if room < _HEADER.size or data[at : at + 4] != ELF_MAGIC:
+        raise BadElf(f"no ELF: {room} bytes that start with {data[at : at + 4].hex() or 'nothing'}", part)
+    ident, kind, machine, _, _, _, table, flags, _, _, _, entry, count, names_index = _HEADER.unpack_from(data, at)
+    if ident[4:6] != b"\x02\x01":
+        raise BadElf("not a 64-bit little-endian ELF", part)
+    if entry != _SECTION.size or not 0 < count <= MAX_SECTIONS or table + count * entry > room or names_index >= count:
+        raise BadElf(f"its section table ({count} entries of {entry} bytes at {table}) does not fit {room} bytes: cut short or damaged", part)
+    sections = tuple(map(_Section._make, _SECTION.iter_unpack(memoryview(data)[at + table : at + table + count * entry])))
+    end = table + count * entry
+    for section in sections:
+        if section.kind not in (0, SHT_NOBITS):
+            if section.offset + section.size > room:
+                raise BadElf(f"a section ends at byte {section.offset + section.size} of {room}: cut short or damaged", part)
+            end = max(end, section.offset + section.size)
+    names = sections[names_index]
+    if names.kind != SHT_STRTAB:
+        raise BadElf("its section names are no string table", part)
+    return _Elf(kind, machine, flags, ident[8], sections, data[at + names.offset : at + names.offset + names.size], end)
+
+
+def _string(table: bytes, at: int) -> bytes:
+    end = table.find(b"\0", at)
+    return table[at:end] if 0 <= at <= end else b""
+
+
+def _exported(data: bytes, host: _Elf) -> tuple[str, ...]:
+    """Defined TVM-FFI functions, by name; a linked object has them in .dynsym, a relocatable one in .symtab."""
+    kind = SHT_DYNSYM if host.kind == ET_DYN else SHT_SYMTAB
+    table = next((section for section in host.sections if section.kind == kind), None)
+    if table is None or table.size % _SYMBOL.size or table.link >= len(host.sections) or host.sections[table.link].kind != SHT_STRTAB:
+        raise BadElf("has no readable table of exported symbols", "symbol")
+    strings = host.sections[table.link]
+    names = data[strings.offset : strings.offset + strings.size]
+    found = []
+    for name_at, info, _, section, _, _ in _SYMBOL.iter_unpack(memoryview(data)[table.offset : table.offset + table.size]):
+        # Defined, and bound GLOBAL or WEAK; a second underscore marks the calling convention's own symbols.
+        if section and info >> 4 and names.startswith(FUNCTION_PREFIX, name_at):
+            name = _string(names, name_at)[len(FUNCTION_PREFIX) :]
+            if name and not name.startswith(b"_"):
+                found.append(_text(name, "symbol"))
+    return tuple(sorted(found))
+
+
+def _text(raw: bytes, part: str) -> str:
+    try:
+        text = raw.decode()
+    except UnicodeDecodeError:
+        text = ""
+    if not text.isprintable() or not text:
+        raise BadElf(f"a {part} that is no text", part)
+    return text
+
+
+def _signature(data: bytes) -> str:
+    """The function's signature as its error texts spell it; the same in each of them."""
+    found: str | None = None
+    at = data.find(SIGNATURE_MARK)
+    while at >= 0:
+        start = at + len(SIGNATURE_MARK)
+        end = data.find(b"`", start, start + MAX_SIGNATURE_BYTES)
+        if end < 0:
+            raise BadElf("its signature has no end", "signature")
+        text = _text(data[start:end], "signature")
+        if found is not None and text != found:
+            raise BadElf("two different signatures in one object", "signature")
+        found = text
+        at = data.find(SIGNATURE_MARK, end)
+    if found is None:
+        raise BadElf("holds no signature text", "signature")
+    return found
+
+
+# ---- the cubin
+
+
+def _only_cubin(data: bytes) -> tuple[int, _Elf]:
+    """Offset and tables of the device ELF; several of them are refused, since a launch could pick any."""
+    found: list[tuple[int, _Elf]] = []
+    at = data.find(ELF_MAGIC, _HEADER.size)
+    while at >= 0:
+        if len(found) == MAX_CUBINS:
+            raise BadElf(f"more than {MAX_CUBINS} device ELFs", "cubin")
+        elf = _read_elf(data, at, "cubin")
+        if elf.machine != EM_CUDA:
+            raise BadElf(f"its device code is an ELF of machine {elf.machine}, expected {EM_CUDA}", "cubin")
+        found.append((at, elf))
+        at = data.find(ELF_MAGIC, at + elf.size)
+    if len(found) != 1:
+        raise BadElf(f"{len(found) or 'no'} device ELF{'s' if found else ''} inside, expected one", "cubin")
+    return found[0]
+
+
+def _arch(cubin: memoryview, elf: _Elf) -> str:
+    """`e_flags` has the number (bits 8-15 in ABI 8, the low byte before), the assembler's own note the letter.
+
+    The flags are the same for sm_120a and sm_120f, so the letter can come from the note only; where the two disagree
+    on the number, or there is no note, the flags' number alone is the answer and fits no arch that objects are made for.
+    """
+    number = elf.flags >> 8 & 0xFF if elf.abi >= 8 else elf.flags & 0xFF
+    for section in elf.sections:
+        if section.kind == SHT_NOTE and _string(elf.names, section.name_at) == b".note.nv.tkinfo":
+            match = _NOTE_ARCH.search(cubin[section.offset : section.offset + section.size])
+            if match and int(match[2]) == number:
+                return match[1].decode()
+    return f"sm_{number}"
+
+
+def resources(cubin: bytes | memoryview) -> tuple[KernelResources, ...]:
+    """Resources of each kernel in a device ELF, in order of name; raises BadElf."""
+    data = bytes(cubin)
+    elf = _read_elf(data, 0, "cubin")
+    if any(section.flags & SHF_COMPRESSED for section in elf.sections):  # pyelftools would unpack them, however large
+        raise BadElf("compressed sections in the device ELF", "cubin")
+    from elftools.elf.elffile import ELFFile
+
+    try:
+        return _kernels(ELFFile(BytesIO(data)))
+    except BadElf:
+        raise
+    except Exception as error:  # pyelftools lets construct's, struct's and its own errors through
+        raise BadElf(f"its kernels' resources cannot be read: {error}", "cubin") from error
+
+
+def _kernels(cubin: Any) -> tuple[KernelResources, ...]:
+    sizes: dict[str, int] = {}
+    info, symbols = b"", None
+    for section in cubin.iter_sections():
+        sizes[section.name] = section["sh_size"]
+        if section.name == ".nv.info" and section["sh_type"] != "SHT_NOBITS":
+            info = section.data()
+        elif section.name == ".symtab" and section["sh_type"] == "SHT_SYMTAB":
+            symbols = section
+    if symbols is None or not info:
+        raise BadElf("no .nv.info or no symbols in the device ELF", "cubin")
+    values: dict[int, dict[int, int]] = {}
+    at = 0
+    while at + 4 <= len(info):
+        form, attribute, size = struct.unpack_from("<BBH", info, at)
+        at += 4
+        if form != _FORMAT_SIZED:
+            continue
+        if attribute in (_REGISTERS, _FRAME_SIZE):
+            if size != 8 or at + 8 > len(info):
+                raise BadElf("its .nv.info is damaged", "cubin")
+            index, value = struct.unpack_from("<II", info, at)
+            values.setdefault(index, {})[attribute] = value
+        at += size
+    kernels = []
+    for index, found in values.items():
+        if _REGISTERS in found:
+            name = symbols.get_symbol(index).name
+            frame, shared, local = found.get(_FRAME_SIZE, 0), sizes.get(f".nv.shared.{name}", 0), sizes.get(f".nv.local.{name}", 0)
+            kernels.append(KernelResources(name, found[_REGISTERS], frame, shared, local))
+    if not kernels:
+        raise BadElf("no kernel in the device ELF", "cubin")
+    return tuple(sorted(kernels, key=lambda kernel: kernel.name))
