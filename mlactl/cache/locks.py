@@ -17,9 +17,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 
 import msgspec
 
+from mlactl.cache.manifest import is_sha256
 from mlactl.cache.roots import Layer
 from mlactl.errors import CannotRun
 
@@ -53,7 +55,7 @@ class LockBusy(CannotRun):
 
 @dataclass(slots=True)
 class Lease:
-    """A held lock. It lasts until `close` or until nobody refers to the lease; a fork's copy does not outlive the fork's process."""
+    """A held lock, its file first in `fds`. It lasts until `close` or until nobody refers to the lease; a fork's copy does not outlive the fork's process."""
 
     fds: list[int]
     exclusive: bool
@@ -62,10 +64,13 @@ class Lease:
     def close(self) -> None:
         """Releases the lock; safe to call twice."""
         fds, self.fds = self.fds, []
-        for fd in fds:
-            # An explicit unlock also unlocks what a forked child inherited; readers never do it, because a child that
-            # ends would then unlock its parent.
-            if self.exclusive and self.owner == os.getpid():
+        # An explicit unlock also unlocks what a forked child inherited; readers never do it, because a child that ends
+        # would then unlock its parent.
+        unlock = self.exclusive and self.owner == os.getpid()
+        for number, fd in enumerate(fds):
+            if unlock and number == 0:
+                os.ftruncate(fd, 0)  # the name of a holder that is gone would mislead
+            if unlock:
                 fcntl.flock(fd, fcntl.LOCK_UN)
             os.close(fd)
 
@@ -101,6 +106,18 @@ def entry_lock_path(layer: Layer, key: str) -> str:
 def root_lock_path(layer: Layer) -> str:
     """Path of the root's lock file."""
     return f"{layer.folder()}/{ROOT_LOCK}"
+
+
+def lock_files(layer: Layer) -> list[str]:
+    """The entries' lock files of a layer, relative to its root (`v1/ab/<key>.lock`)."""
+    found = []
+    for bucket in Path(layer.folder()).glob("[0-9a-f][0-9a-f]"):
+        if bucket.is_symlink() or not bucket.is_dir():
+            continue
+        for path in bucket.glob(f"*{LOCK_SUFFIX}"):
+            if is_sha256(path.stem) and path.name.startswith(bucket.name):
+                found.append(str(path.relative_to(layer.path)))
+    return sorted(found)
 
 
 def acquire_entry(layer: Layer, key: str, *, exclusive: bool, wait_s: float, mode: int = 0o600) -> Lease:
@@ -239,4 +256,4 @@ def _lockers(fd: int) -> list[int]:
     except OSError:
         return []
     found = {int(row[4]) for row in rows if len(row) >= 6 and row[1] == "FLOCK" and row[5].split(":")[-1] == inode and row[4].isdigit()}
-    return sorted(found - {0, os.getpid()})
+    return sorted(found - {0})
