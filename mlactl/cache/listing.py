@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -106,3 +107,17 @@ def timestamp(moment: str) -> float:
 def total_bytes(entries: Sequence[Entry]) -> int:
     """Bytes of the objects of these entries."""
     return sum(entry.object_bytes or 0 for entry in entries)
+
+
+def keys_that_start(store: Store, prefix: str) -> list[str]:
+    """Keys of entries with a manifest whose key starts with `prefix`, by file names alone; for shell completion."""
+    found: set[str] = set()
+    for layer in store.roots.layers:
+        try:
+            buckets = [name for name in os.listdir(layer.folder()) if len(name) == 2 and (name.startswith(prefix[:2]) or prefix.startswith(name))]
+            for bucket in buckets:
+                names = os.listdir(f"{layer.folder()}/{bucket}")
+                found.update(name[:64] for name in names if len(name) == 69 and name.endswith(".json") and name.startswith(prefix))
+        except OSError:
+            continue  # a layer that cannot be read completes nothing
+    return sorted(found)

@@ -230,10 +230,10 @@ def stale_judge() -> Callable[[Entry], str | None]:
 
 def _files(layer: Layer, entry: Entry) -> tuple[PlannedFile, ...]:
     """The entry's own regular files, manifest first; a link is nothing of ours."""
-    # A temporary lies beside an entry of the same key, whose manifest is none of its business.
-    paths = (entry.object_path,) if entry.residue else (entry.manifest_path, entry.object_path)
     found = []
-    for path in paths:
+    for path in (entry.manifest_path, entry.object_path):
+        if path is None:
+            continue
         try:
             status = path.lstat()
         except FileNotFoundError:

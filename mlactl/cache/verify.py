@@ -14,11 +14,14 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+import msgspec
+
 from mlactl.cache import key as keys
 from mlactl.cache import load, locks, publish
 from mlactl.cache import toolchain as toolchains
 from mlactl.cache.manifest import Manifest
 from mlactl.cache.prune import writable_layer
+from mlactl.cache.roots import Roots
 from mlactl.cache.store import Entry, Status, Store
 from mlactl.errors import Interrupted, MlactlError
 from mlactl.kernels import registry
@@ -107,8 +110,10 @@ def _second_look(store: Store, entry: Entry, digests_only: bool) -> Entry | None
         return entry if entry.object_path.exists() else None
     try:
         lease = locks.acquire_entry(entry.layer, entry.key, exclusive=False, wait_s=0.0) if entry.layer.writable else None
-    except (locks.LockBusy, OSError):
-        lease = None  # somebody writes it, or the root is another user's: judge what can be read
+    except locks.LockBusy as busy:
+        return msgspec.structs.replace(entry, status=Status.LOCKED, detail=busy.message)
+    except OSError:
+        lease = None  # another user's root, or a read-only mount: judge what can be read
     try:
         now = store.entry_in(entry.layer, entry.key)
         return None if now is None else load.examine(now, digests_only=digests_only)
@@ -125,11 +130,12 @@ def repair(store: Store, bad: Iterable[Entry], on_done: OnDone = _ignore, compil
 
     Raises Interrupted on Ctrl-C; entries rebuilt until then stay rebuilt.
     """
-    writable_layer(store)
+    # That layer alone: a good copy in a read-only one would count as nothing to do.
+    alone = Store(Roots((writable_layer(store),)))
     outcomes: list[RepairOutcome] = []
     try:
         for entry in bad:
-            outcomes.append(_repair(store, entry, compiler))
+            outcomes.append(_repair(alone, entry, compiler))
             on_done(1)
     except KeyboardInterrupt:
         rebuilt = sum(outcome.outcome is Repair.REBUILT for outcome in outcomes)
@@ -143,6 +149,8 @@ def _repair(store: Store, entry: Entry, compiler: publish.Compiler) -> RepairOut
         return RepairOutcome(entry, Repair.LEFT, f"{entry.layer.path} is a read-only layer")
     if entry.status is Status.QUARANTINED:
         return RepairOutcome(entry, Repair.LEFT, "it is quarantined")
+    if entry.status is Status.LOCKED:
+        return RepairOutcome(entry, Repair.BUSY, entry.detail)
     if manifest is None:
         return RepairOutcome(entry, Repair.LEFT, "no manifest says what it was compiled from")
     reason = cannot_build(manifest)

@@ -10,7 +10,7 @@ from mlactl.cache import load
 from mlactl.cache import toolchain as toolchains
 from mlactl.cache.key import KeyInputs
 from mlactl.cache.manifest import Manifest
-from mlactl.cache.store import Entry, Hit, Status, Store
+from mlactl.cache.store import Entry, Hit, Miss, Status, Store
 from mlactl.errors import MlactlError
 from mlactl.kernels import registry
 from mlactl.kernels.spec import CompileSpec
@@ -56,7 +56,7 @@ def explain_entry(store: Store, entry: Entry) -> Explanation:
         return Explanation(_key_here(_todays(spec), arch), spec, arch, False, f"this machine builds with another {named}", entry, differences, notes)
     if checked.status is not Status.OK:
         return Explanation(entry.key, spec, arch, False, f"same key, but status {checked.status}: {checked.detail}", checked, (), notes)
-    found = store.lookup(spec, arch)
+    found = _lookup(store, spec, arch)
     if isinstance(found, Hit) and found.entry.layer != entry.layer:
         return Explanation(entry.key, spec, arch, True, f"the same entry of {found.entry.layer.path} answers first", entry, (), notes)
     if isinstance(found, Hit):
@@ -79,13 +79,12 @@ def explain_specs(store: Store, specs: Iterable[CompileSpec], arches: Iterable[s
 
 def _explain_spec(store: Store, spec: CompileSpec, arch: str, candidates: list[Manifest], entries: dict[str, Entry]) -> Explanation:
     missing = registry.not_built(spec)
-    found = store.lookup(spec, arch)
+    found = _lookup(store, spec, arch)
     if isinstance(found, Hit):
         return Explanation(found.entry.key, spec, arch, True, f"found in {found.entry.layer.path}", found.entry, (), ())
     notes = (missing,) if missing is not None else ()
     if found.key in entries:
-        entry = load.examine(entries[found.key])
-        return Explanation(found.key, spec, arch, False, f"status {entry.status}: {entry.detail}" if entry.detail else found.reason, entry, (), notes)
+        return Explanation(found.key, spec, arch, False, found.reason, load.examine(entries[found.key]), (), notes)
     if not candidates:
         return Explanation(found.key, spec, arch, False, f"no {spec.kernel_id} for {arch} in the cache", None, (), notes)
     here = _inputs_here(spec, arch, candidates[0])
@@ -94,6 +93,14 @@ def _explain_spec(store: Store, spec: CompileSpec, arch: str, candidates: list[M
     nearest = min(candidates, key=lambda manifest: _distance(manifest, here))
     differences, more = _compare(nearest, here), _remarks(nearest.spec)
     return Explanation(found.key, spec, arch, False, found.reason, entries[nearest.key], differences, (*notes, *more))
+
+
+def _lookup(store: Store, spec: CompileSpec, arch: str) -> Hit | Miss:
+    """The lookup a launch would make; files that cannot be trusted or told apart are a miss that says so."""
+    try:
+        return store.lookup(spec, arch)
+    except MlactlError as error:
+        return Miss(_key_here(spec, arch), error.message)
 
 
 def _distance(manifest: Manifest, here: KeyInputs) -> tuple[int, int, str]:

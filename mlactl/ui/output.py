@@ -181,11 +181,16 @@ class Output:
             with lines(self.stderr, title, total, unit) as task:
                 yield task
 
+    @property
+    def can_ask(self) -> bool:
+        """Whether there is a person at a terminal to answer."""
+        return sys.stdin.isatty() and self.stderr.isatty()
+
     def confirm(self, question: str, *, yes: bool) -> bool:
         """True when `yes` or the person agrees; off a terminal without `yes` it raises UsageError instead of asking."""
         if yes:
             return True
-        if not sys.stdin.isatty() or not self.stderr.isatty():
+        if not self.can_ask:
             raise UsageError(f"{question} cannot be asked without a terminal", hint="add --yes to go ahead or --dry-run to only look")
         self.stderr.write(f"{question} [y/N] ")
         self.stderr.flush()
