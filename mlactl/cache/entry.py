@@ -192,7 +192,7 @@ def _read_manifest(path: str, key: str) -> tuple[Manifest | None, str, float | N
         fd = os.open(path, _READ_FLAGS)
         try:
             info = os.fstat(fd)
-            data = os.read(fd, MAX_BYTES)
+            data = os.read(fd, min(info.st_size, MAX_BYTES) + 1)  # not MAX_BYTES: allocating that costs more than the read
         finally:
             os.close(fd)
     except OSError as error:

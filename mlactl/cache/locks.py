@@ -55,7 +55,7 @@ class LockBusy(CannotRun):
 
 @dataclass(slots=True)
 class Lease:
-    """A held lock, its file first in `fds`. It lasts until `close` or until nobody refers to the lease; a fork's copy does not outlive the fork's process."""
+    """A held lock, its file first in `fds`. It lasts until `close` or until nobody refers to it."""
 
     fds: list[int]
     exclusive: bool

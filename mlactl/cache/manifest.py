@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from datetime import datetime
 from typing import Literal
 
@@ -120,6 +121,7 @@ class _SchemaOnly(msgspec.Struct):
 _decoder = msgspec.json.Decoder(_Wire)
 _schema_decoder = msgspec.json.Decoder(_SchemaOnly)
 _encoder = msgspec.json.Encoder(order="sorted")
+_THREE_DIGESTS = re.compile(r"[0-9a-f]{64}( [0-9a-f]{64}){2}")
 _toolchains: dict[tuple[str, ...], Toolchain] = {}
 
 
@@ -209,14 +211,8 @@ def _toolchain(wire: _WireToolchain) -> Toolchain:
 def _first_wrong(wire: _Wire) -> str | None:
     if wire.arch not in ARCHES:
         return f"arch {wire.arch!r} is not one of {', '.join(ARCHES)}"
-    for name, digest in (
-        ("key", wire.key),
-        ("object_sha256", wire.object_sha256),
-        ("code_sha256", wire.code_sha256),
-        ("sources_digest", wire.sources_digest),
-    ):
-        if not is_sha256(digest):
-            return f"{name} is not 64 lower-case hex digits"
+    if not _THREE_DIGESTS.fullmatch(f"{wire.object_sha256} {wire.code_sha256} {wire.sources_digest}"):
+        return "object_sha256, code_sha256 or sources_digest is not 64 lower-case hex digits"
     if wire.symbol != symbol_for(wire.key):
         return "symbol is not the key's"
     if wire.object_bytes <= 0 or not math.isfinite(wire.compile_s) or wire.compile_s < 0:

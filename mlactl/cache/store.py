@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ __all__ = ["Entry", "Hit", "Miss", "SeveralToolchains", "Status", "Store"]
 T = TypeVar("T")
 
 TEMP_SUFFIX = ".tmp"
+_FILE = re.compile(r"([0-9a-f]{64})\.(so|json|quarantined|.+\.tmp)")
 _HEX = "0123456789abcdef"
 _TOUCH_INTERVAL_S = 60.0
 
@@ -234,19 +236,18 @@ def _bucket_entries(layer: Layer, bucket_name: str) -> Iterator[Entry]:
     quarantined: set[str] = set()
     temporaries: list[str] = []
     for name in os.listdir(bucket):
-        key, _, suffix = name.partition(".")
-        if len(key) != 64 or key[:2] != bucket_name or key.strip(_HEX):
+        match = _FILE.fullmatch(name)
+        if match is None or not name.startswith(bucket_name):
             continue
+        key, suffix = match.groups()
         if suffix == "json":
             manifests.add(key)
-            keys.add(key)
-        elif suffix == "so":
-            keys.add(key)
         elif suffix == "quarantined":
             quarantined.add(key)
-            keys.add(key)
-        elif suffix.endswith(TEMP_SUFFIX):
+        elif suffix != "so":
             temporaries.append(name)
+            continue
+        keys.add(key)
     for key in sorted(keys):
         entry = shallow(layer, bucket, key, manifest=key in manifests, quarantined=key in quarantined)
         yield _being_written(entry) if entry.status is Status.NO_MANIFEST else entry
