@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from mlactl.cache import load
 from mlactl.cache.elf import MAX_OBJECT_BYTES, BadElf, ObjectFacts, inspect
-from mlactl.cache.store import Entry
+from mlactl.cache.entry import Entry, examine
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +33,7 @@ class Details:
 
 def details(entry: Entry) -> Details:
     """Reads an entry's object, trusting nothing in it; damage ends up in `problem` and the status, never in an exception."""
-    checked = load.examine(entry)
+    checked = examine(entry)
     facts, problem = None, ""
     try:
         facts = inspect(_read(entry))

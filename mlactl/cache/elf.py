@@ -54,8 +54,8 @@ class BadElf(Exception):
 class KernelResources:
     """What one device kernel takes: registers a thread, stack and local bytes a thread, static shared bytes a block.
 
-    `static_smem_bytes` is the size of the kernel's `.nv.shared` section; from sm_90 on it includes the 1,024 bytes the
-    driver reserves in each block. Shared memory asked for at launch is in no ELF: the manifest records it.
+    `static_smem_bytes` is the size of the kernel's `.nv.shared` section; kernels that ask for shared memory at launch were
+    seen with 1,024 bytes there, the driver's own share of each block. What is asked for at launch is in no ELF.
     """
 
     name: str

@@ -89,7 +89,7 @@ def as_json(entry: Entry) -> dict[str, object]:
 
 def iso_time(moment: float | None) -> str | None:
     """ISO 8601 in UTC to the second; None stays None."""
-    return None if moment is None else datetime.fromtimestamp(moment, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return None if moment is None else f"{datetime.fromtimestamp(int(moment), UTC).isoformat()[:19]}Z"
 
 
 def seconds_since(moment: str | float | None, now: float) -> float | None:

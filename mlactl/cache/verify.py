@@ -8,7 +8,6 @@ object's digest: objects are reproducible, so an equal one proves that the entry
 from __future__ import annotations
 
 import hashlib
-import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -17,10 +16,10 @@ from pathlib import Path
 import msgspec
 
 from mlactl.cache import key as keys
-from mlactl.cache import load, locks, publish
+from mlactl.cache import locks
 from mlactl.cache import toolchain as toolchains
+from mlactl.cache.entry import examine
 from mlactl.cache.manifest import Manifest
-from mlactl.cache.prune import writable_layer
 from mlactl.cache.roots import Roots
 from mlactl.cache.store import Entry, Status, Store
 from mlactl.errors import Interrupted, MlactlError
@@ -29,6 +28,8 @@ from mlactl.kernels.compiler import compile_object
 from mlactl.kernels.spec import CompileSpec
 
 OnDone = Callable[[int], None]
+Compiler = Callable[[CompileSpec, str, str, str, Path], None]
+"""(spec, arch, symbol, flavour, out): writes the relocatable object to `out`."""
 
 
 def _ignore(_steps: int) -> None:
@@ -91,7 +92,7 @@ def verify(store: Store, entries: Iterable[Entry] | None = None, *, digests_only
     checked: list[Entry] = []
     try:
         for entry in store.entries() if entries is None else entries:
-            found: Entry | None = load.examine(entry, digests_only=digests_only)
+            found: Entry | None = examine(entry, digests_only=digests_only)
             if found is not None and found.status is not Status.OK:
                 found = _second_look(store, found, digests_only)
             if found is not None:
@@ -116,7 +117,7 @@ def _second_look(store: Store, entry: Entry, digests_only: bool) -> Entry | None
         lease = None  # another user's root, or a read-only mount: judge what can be read
     try:
         now = store.entry_in(entry.layer, entry.key)
-        return None if now is None else load.examine(now, digests_only=digests_only)
+        return None if now is None else examine(now, digests_only=digests_only)
     finally:
         if lease is not None:
             lease.close()
@@ -125,11 +126,13 @@ def _second_look(store: Store, entry: Entry, digests_only: bool) -> Entry | None
 # ---- repair
 
 
-def repair(store: Store, bad: Iterable[Entry], on_done: OnDone = _ignore, compiler: publish.Compiler = compile_object) -> tuple[RepairOutcome, ...]:
+def repair(store: Store, bad: Iterable[Entry], on_done: OnDone = _ignore, compiler: Compiler = compile_object) -> tuple[RepairOutcome, ...]:
     """Rebuilds the entries of the writable layer that this install builds under the same key; the others are left and named.
 
     Raises Interrupted on Ctrl-C; entries rebuilt until then stay rebuilt.
     """
+    from mlactl.cache.prune import writable_layer
+
     # That layer alone: a good copy in a read-only one would count as nothing to do.
     alone = Store(Roots((writable_layer(store),)))
     outcomes: list[RepairOutcome] = []
@@ -143,7 +146,7 @@ def repair(store: Store, bad: Iterable[Entry], on_done: OnDone = _ignore, compil
     return tuple(outcomes)
 
 
-def _repair(store: Store, entry: Entry, compiler: publish.Compiler) -> RepairOutcome:
+def _repair(store: Store, entry: Entry, compiler: Compiler) -> RepairOutcome:
     manifest = entry.manifest
     if entry.layer != store.roots.writable:
         return RepairOutcome(entry, Repair.LEFT, f"{entry.layer.path} is a read-only layer")
@@ -156,6 +159,8 @@ def _repair(store: Store, entry: Entry, compiler: publish.Compiler) -> RepairOut
     reason = cannot_build(manifest)
     if reason is not None:
         return RepairOutcome(entry, Repair.LEFT, reason)
+    from mlactl.cache import publish  # brings in what runs the linker; plain verifying does without
+
     try:
         publish.compile_and_publish(store, manifest.spec, manifest.arch, lock_timeout_s=0.0, compiler=compiler)
     except locks.LockBusy as busy:
@@ -163,7 +168,7 @@ def _repair(store: Store, entry: Entry, compiler: publish.Compiler) -> RepairOut
     except MlactlError as error:
         return RepairOutcome(entry, Repair.FAILED, error.message)
     now = store.entry_in(entry.layer, entry.key)
-    if now is None or load.examine(now).status is not Status.OK:
+    if now is None or examine(now).status is not Status.OK:
         return RepairOutcome(entry, Repair.FAILED, "it was compiled again and is still not ok")
     return RepairOutcome(entry, Repair.REBUILT, "")
 
@@ -185,7 +190,7 @@ def cannot_build(manifest: Manifest) -> str | None:
 # ---- reproduce
 
 
-def reproduce(entries: Iterable[Entry], on_done: OnDone = _ignore, compiler: publish.Compiler = compile_object) -> tuple[Reproduction, ...]:
+def reproduce(entries: Iterable[Entry], on_done: OnDone = _ignore, compiler: Compiler = compile_object) -> tuple[Reproduction, ...]:
     """Compiles each entry again, in private folders, and compares the exported objects' digests; publishes nothing."""
     results: list[Reproduction] = []
     try:
@@ -197,7 +202,7 @@ def reproduce(entries: Iterable[Entry], on_done: OnDone = _ignore, compiler: pub
     return tuple(results)
 
 
-def _reproduce(entry: Entry, compiler: Callable[[CompileSpec, str, str, str, Path], None]) -> Reproduction:
+def _reproduce(entry: Entry, compiler: Compiler) -> Reproduction:
     manifest = entry.manifest
     if manifest is None or entry.status is not Status.OK:
         return Reproduction(entry, Reproduced.CANNOT_COMPARE, f"the entry is not ok: {entry.status}")
@@ -206,6 +211,8 @@ def _reproduce(entry: Entry, compiler: Callable[[CompileSpec, str, str, str, Pat
         reason = f"compiled by Python {manifest.python}, this is {toolchains.python_minor()}"
     if reason is not None:
         return Reproduction(entry, Reproduced.CANNOT_COMPARE, reason)
+    import tempfile
+
     with tempfile.TemporaryDirectory(prefix="mlactl-reproduce-") as folder:
         out = Path(folder) / "object.o"
         try:

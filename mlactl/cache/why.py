@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from mlactl.cache import key as keys
-from mlactl.cache import load
 from mlactl.cache import toolchain as toolchains
+from mlactl.cache.entry import examine
 from mlactl.cache.key import KeyInputs
 from mlactl.cache.manifest import Manifest
 from mlactl.cache.store import Entry, Hit, Miss, Status, Store
@@ -49,7 +49,7 @@ def explain_entry(store: Store, entry: Entry) -> Explanation:
     if manifest is None:
         return Explanation(None, None, None, False, f"status {entry.status}: {entry.detail}", entry, (), ())
     differences, notes = _against_here(manifest)
-    checked = load.examine(entry)
+    checked = examine(entry)
     spec, arch = manifest.spec, manifest.arch
     if differences:
         named = ", ".join(difference.field for difference in differences)
@@ -84,7 +84,7 @@ def _explain_spec(store: Store, spec: CompileSpec, arch: str, candidates: list[M
         return Explanation(found.entry.key, spec, arch, True, f"found in {found.entry.layer.path}", found.entry, (), ())
     notes = (missing,) if missing is not None else ()
     if found.key in entries:
-        return Explanation(found.key, spec, arch, False, found.reason, load.examine(entries[found.key]), (), notes)
+        return Explanation(found.key, spec, arch, False, found.reason, examine(entries[found.key]), (), notes)
     if not candidates:
         return Explanation(found.key, spec, arch, False, f"no {spec.kernel_id} for {arch} in the cache", None, (), notes)
     here = _inputs_here(spec, arch, candidates[0])
