@@ -144,6 +144,8 @@ def _show(out: Output, item: _Judged, *, layers: bool, strict: bool, first: bool
         out.line()
     if item.report is not None:
         show(out, item.report, layers=layers, strict=strict)
+    else:
+        out.line(f"{plain(item.path)}: unreadable")
 
 
 def _render(out: Output, judged: Sequence[_Judged], *, layers: bool, strict: bool) -> None:

@@ -31,7 +31,7 @@ OUTER_COLUMNS = (
     Column("max_abs", lambda row: "-" if row.max_abs is None else f"{row.max_abs:.6g}", right=True),
     Column("variant", lambda row: row.variant or "-"),
 )
-NAME_COLUMN = Column("name", lambda row: plain(row.name or "-"))
+NAME_COLUMN = Column("name", lambda row: row.name or "-")
 LATENT_COLUMN = Column("groups under 2^-6", lambda row: _share(row.underflow_share), right=True)
 
 CHECKPOINT_COLUMNS = (

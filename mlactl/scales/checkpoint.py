@@ -78,7 +78,7 @@ def examine(path: Path, profile: Profile | None = None, progress: Progress = no_
     inventory = take_inventory(find(path, findings), findings)
     quantised = {module: roles for module, roles in inventory.modules.items() if module_rules.is_nvfp4(roles)}
     for module, roles in quantised.items():
-        module_rules.check_layout(module, roles, findings)
+        module_rules.check_layout(module, roles, inventory.partial, findings)
     readings = read_all(inventory.shards.files, _plan(inventory, quantised), progress)
     for file, reason in readings.failures:
         findings.error("unreadable", reason, "the bytes its header promises", "what is behind them was not checked", tensor=file.name)

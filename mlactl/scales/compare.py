@@ -12,13 +12,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mlactl.scales.findings import Findings
-from mlactl.scales.float32 import float32, text32
+from mlactl.scales.float32 import text32
 from mlactl.scales.outer import Examined
 
 if TYPE_CHECKING:
     from mlactl.scales.checkpoint import CheckpointScales
     from mlactl.scales.module_rules import ModuleScales
 
+
+RECIPROCAL_TOLERANCE = 2.0**-22
+"""A divisor and a multiplier of one amax are each rounded to float32 once, so their product is 1 within this."""
 
 _OTHER = "another model, or another calibration"
 
@@ -103,9 +106,8 @@ def _same_module(one: ModuleScales | None, two: ModuleScales | None) -> bool:
         return False
     if one.stored_as is two.stored_as:
         return one.written == two.written
-    # A divisor and a multiplier of one amax are each rounded once, so either may be the other's reciprocal.
     written = zip(one.written or (), two.written or (), strict=True)
-    return all(float32(1 / left) == right or float32(1 / right) == left for left, right in written)
+    return all(abs(left * right - 1) <= RECIPROCAL_TOLERANCE for left, right in written)
 
 
 def _report(layer: int | None, tensor: str | None, mine: str, theirs: str, other: Path, findings: Findings) -> None:

@@ -67,9 +67,9 @@ def check_use(inventory: Inventory, findings: Findings) -> None:
 
 
 def _unused(inventory: Inventory, name: str, findings: Findings) -> None:
-    if inventory.shards.partial:
+    if inventory.partial:
         findings.note(
-            "unused-scale", "no weight in this shard", "its weight beside it", "look at the whole checkpoint", layer=layer_of(name), tensor=name
+            "unused-scale", "no weight in what was read", "its weight beside it", "look at the whole checkpoint", layer=layer_of(name), tensor=name
         )
     else:
         findings.error(
@@ -84,7 +84,7 @@ def _unused(inventory: Inventory, name: str, findings: Findings) -> None:
 
 def check_kv_layers(inventory: Inventory, profile: Profile | None, findings: Findings) -> None:
     """A layer without KV scales among layers that have them would run with 1.0."""
-    if inventory.shards.partial or inventory.damaged:
+    if inventory.partial:
         return
     for role in KV_ROLES:
         having = {layer for module, known in inventory.kv if known is role and (layer := layer_of(module)) is not None}
@@ -115,7 +115,7 @@ def check_deployment(inventory: Inventory, profile: Profile, findings: Findings)
                 layer=layer,
                 tensor=norm.name,
             )
-    if model.layers is None or inventory.shards.partial or not inventory.layers:
+    if model.layers is None or inventory.partial or not inventory.layers:
         return
     limit = model.layers + model.draft_layers
     for layer in sorted(set(range(model.layers)) - inventory.layers):

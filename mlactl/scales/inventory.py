@@ -39,6 +39,11 @@ class Inventory:
     other_scales: list[str] = field(default_factory=list)
     damaged: int = 0
 
+    @property
+    def partial(self) -> bool:
+        """True when tensors of the checkpoint were not seen: one shard was named, one is missing or one is damaged."""
+        return self.shards.partial or self.damaged > 0
+
 
 def layer_of(name: str) -> int | None:
     """The decoder layer in a tensor's name, None outside the layers."""
@@ -54,9 +59,11 @@ def take_inventory(shards: Shards, findings: Findings) -> Inventory:
     for number, path in enumerate(shards.files):
         try:
             with open_regular(path) as (descriptor, size):
-                for tensor in tensors(descriptor, size):
-                    _check_place(tensor.name, path, expected, seen, findings)
-                    _add(made, tensor, number, findings)
+                # All of them first: a header is good only at its end, and half of one would look like missing scales.
+                found = list(tensors(descriptor, size))
+            for tensor in found:
+                _check_place(tensor.name, path, expected, seen, findings)
+                _add(made, tensor, number)
         except BadHeader as error:
             made.damaged += 1
             where = f"{path.name}: {error.tensor}" if error.tensor else path.name
@@ -104,7 +111,7 @@ def _report_absent(expected: dict[str, str], read: set[str], findings: Findings)
             findings.error("index", "absent", f"in {plain(shard)}, as the index says", "it will not load", tensor=name, layer=layer_of(name))
 
 
-def _add(made: Inventory, tensor: Tensor, number: int, findings: Findings) -> None:
+def _add(made: Inventory, tensor: Tensor, number: int) -> None:
     layer = layer_of(tensor.name)
     if layer is not None:
         made.layers.add(layer)

@@ -61,12 +61,13 @@ def _has_byte_blocks(roles: dict[Role, Located]) -> bool:
     return Role.BLOCK_SCALE in roles and roles[Role.BLOCK_SCALE].tensor.dtype in BLOCK_DTYPES
 
 
-def check_layout(module: str, roles: dict[Role, Located], findings: Findings) -> None:
-    """Names, dtypes and shapes of an NVFP4 module, from the headers alone."""
+def check_layout(module: str, roles: dict[Role, Located], partial: bool, findings: Findings) -> None:
+    """Names, dtypes and shapes of an NVFP4 module, from the headers alone; `partial`: some tensors were not seen."""
+    report_missing = findings.note if partial else findings.error
     layer = layer_of(module)
     block, weight = roles.get(Role.BLOCK_SCALE), next((roles[role] for role in WEIGHTS if role in roles), None)
     if block is None:
-        findings.error(
+        report_missing(
             "missing-scale", "absent", "E4M3 block scales", "its weights cannot be dequantised", layer=layer, tensor=f"{module}.weight_scale"
         )
     elif block.tensor.dtype not in BLOCK_DTYPES:

@@ -18,7 +18,7 @@ _SHARD_NAME = re.compile(r"^(.*)-(\d{5})-of-(\d{5})\.safetensors$")
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """Files to read. `weight_map` is the index's tensor -> shard file name; `partial`: one shard of several was named."""
+    """Files to read. `weight_map` is the index's tensor -> shard file name; `partial`: not every shard is there."""
 
     path: Path
     files: tuple[Path, ...]
@@ -60,12 +60,12 @@ def _of_folder(folder: Path, findings: Findings) -> Shards:
         raise CannotRun(
             f"{plain(folder)}: no *.safetensors and no *{INDEX_SUFFIX} among its {len(names)} files", hint="name an outer-scale JSON file itself"
         )
-    _check_numbering(files, findings)
-    return Shards(folder, tuple(folder / name for name in files), None, False)
+    return Shards(folder, tuple(folder / name for name in files), None, _check_numbering(files, findings))
 
 
-def _check_numbering(files: list[str], findings: Findings) -> None:
-    """Shards without an index still say how many they are."""
+def _check_numbering(files: list[str], findings: Findings) -> bool:
+    """Shards without an index still say how many they are; True when one is missing."""
+    partial = False
     series: dict[tuple[str, int], set[int]] = {}
     for name in files:
         found = _SHARD_NAME.match(name)
@@ -73,10 +73,12 @@ def _check_numbering(files: list[str], findings: Findings) -> None:
             series.setdefault((found[1], int(found[3])), set()).add(int(found[2]))
     for (stem, total), there in series.items():
         missing = [number for number in range(1, total + 1) if number not in there]
+        partial = partial or bool(missing)
         if missing:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             name = f"{stem}-{missing[0]:05}-of-{total:05}.safetensors"
             findings.error("missing-shard", f"absent{more}", f"{total} shards", "the tensors in it were not checked, and will not load", tensor=name)
+    return partial
 
 
 def _of_index(path: Path, index: Path, findings: Findings, present: list[str] | None = None) -> Shards:
@@ -108,7 +110,7 @@ def _of_index(path: Path, index: Path, findings: Findings, present: list[str] | 
             "not read here; engines that take every file load it",
             tensor=name,
         )
-    return Shards(path, tuple(folder / name for name in names), weight_map, False)
+    return Shards(path, tuple(folder / name for name in names), weight_map, len(names) < len(set(weight_map.values())))
 
 
 def _weight_map(index: Path, findings: Findings) -> dict[str, str]:

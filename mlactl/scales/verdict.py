@@ -174,7 +174,8 @@ def _latent_ranges(found: Examined, request: Request, findings: Findings) -> dic
 def _outer_row(found: Examined, position: int, ranges: dict[int, LatentRange]) -> OuterRow:
     row = found.layers[position]
     share = ranges[row.layer].underflow_share if row.layer in ranges else None
-    return OuterRow(row.layer, row.name, row.scale, None if row.scale is None else math.log2(row.scale), row.max_abs, row.variant, share)
+    name = None if row.name is None else plain(row.name)
+    return OuterRow(row.layer, name, row.scale, None if row.scale is None else math.log2(row.scale), row.max_abs, row.variant, share)
 
 
 def _verify_checkpoint(path: Path, request: Request, progress: Progress | None) -> Report:
