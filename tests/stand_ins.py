@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 
 from mlactl.cache import locks
 from mlactl.cache.key import inputs_for, symbol_for
@@ -107,3 +108,16 @@ def leave_temporary(entry: Entry) -> Path:
 def quarantine(entry: Entry) -> None:
     """Sets an entry aside as the audit does."""
     entry.manifest_path.rename(entry.manifest_path.with_suffix(".quarantined"))
+
+
+NOBODY = 65534
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="drops to another user, which only root can do")
+
+
+def let_others_read(root: Path) -> None:
+    """Opens a private test root, and the folders pytest keeps it in, for another user to read."""
+    for folder in [root, *root.parents]:
+        if folder != Path("/"):
+            folder.chmod(folder.stat().st_mode | 0o055)
+    for path in root.rglob("*"):
+        path.chmod(0o755 if path.is_dir() else 0o644)
