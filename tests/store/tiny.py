@@ -11,7 +11,8 @@ from pathlib import Path
 from mlactl.cache.key import KeyInputs, inputs_for, symbol_for
 from mlactl.cache.locks import entry_lock
 from mlactl.cache.publish import prepare, publish_object
-from mlactl.cache.store import Entry
+from mlactl.cache.roots import Layer
+from mlactl.cache.store import Entry, Store
 from mlactl.kernels import registry
 from mlactl.kernels.registry import Bump, Fact, Kernel
 from mlactl.kernels.spec import CompileSpec
@@ -101,8 +102,16 @@ def copying(path: Path) -> Callable[[CompileSpec, str, str, str, Path], None]:
 
 def relabelled(entry: Entry, inputs: KeyInputs) -> Entry:
     """Publishes an entry's machine code once more, as made from other inputs (keys are of one length, so bytes can be swapped)."""
-    data = entry.object_path.read_bytes().replace(entry.key.encode(), inputs.key().encode())
-    layer = entry.layer
+    return _publish(entry.layer, inputs, entry.object_path.read_bytes().replace(entry.key.encode(), inputs.key().encode()))
+
+
+def published(store: Store, inputs: KeyInputs, data: bytes) -> Entry:
+    """Publishes a linked object's bytes as made from these inputs."""
+    assert store.roots.writable is not None
+    return _publish(store.roots.writable, inputs, data)
+
+
+def _publish(layer: Layer, inputs: KeyInputs, data: bytes) -> Entry:
     mode = prepare(layer, inputs.key())
     with entry_lock(layer, inputs.key(), exclusive=True, wait_s=5):
         return publish_object(layer, inputs, data, code_sha256="00" * 32, linker="GNU ld 2.40", compile_s=0.1, mode=mode)
