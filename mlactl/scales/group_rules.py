@@ -61,11 +61,11 @@ def check_use(inventory: Inventory, findings: Findings) -> None:
     for roles in inventory.modules.values():
         if not any(role in roles for role in WEIGHTS):
             for located in roles.values():
-                _unused(inventory, located.tensor.name, findings)
+                _unused(inventory, located.name, findings)
     for (module, _), spellings in inventory.kv.items():
         if module not in inventory.parents:
             for located in spellings:
-                _unused(inventory, located.tensor.name, findings)
+                _unused(inventory, located.name, findings)
 
 
 def _unused(inventory: Inventory, name: str, findings: Findings) -> None:
