@@ -75,7 +75,9 @@ def load_checkpoint_scales(path: Path, profile: Profile | None = None) -> Checkp
 def examine(path: Path, profile: Profile | None = None, progress: Progress = no_progress) -> tuple[CheckpointScales, Findings]:
     """Reads and checks a checkpoint's scales; raises CannotRun or UsageError when there is nothing that can be read."""
     findings = Findings()
-    inventory = take_inventory(find(path, findings), findings)
+    shards = find(path, findings)
+    with progress("reading headers", len(shards.files), "files") as on_file:
+        inventory = take_inventory(shards, findings, on_file)
     quantised = {module: roles for module, roles in inventory.modules.items() if module_rules.is_nvfp4(roles)}
     for module, roles in quantised.items():
         module_rules.check_layout(module, roles, inventory.partial, findings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -43,7 +44,7 @@ def layer_of(name: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def take_inventory(shards: Shards, findings: Findings) -> Inventory:
+def take_inventory(shards: Shards, findings: Findings, on_file: Callable[[int], None] = lambda _: None) -> Inventory:
     """Reads every shard's header; a damaged one is a finding and the others are still read. Raises CannotRun.
 
     Takes tensors out of `shards.weight_map` as it meets them: for a large model that map is most of the memory.
@@ -66,6 +67,7 @@ def take_inventory(shards: Shards, findings: Findings) -> Inventory:
         except OSError as error:
             made.damaged += 1
             findings.error("unreadable", error.strerror or "read error", "a file that can be read", "its tensors were not checked", tensor=path.name)
+        on_file(1)
     if expected and not made.damaged:
         _report_absent(expected, {path.name for path in shards.files}, findings)
     return made

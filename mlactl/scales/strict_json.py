@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +19,7 @@ MAX_JSON_BYTES = 64 * 2**20
 """Far over any scale file, and over the index of the largest sharded checkpoints."""
 
 _PAIRS = json.JSONDecoder(object_pairs_hook=lambda pairs: pairs)
-_SPACES = re.compile(r"[ \t\r\n]*")
+_SPACES = frozenset(" \t\r\n")
 
 UTF8_BOM = b"\xef\xbb\xbf"
 
@@ -138,8 +137,9 @@ def read_value(text: str, at: int) -> tuple[Any, int]:
 
 
 def _skip(text: str, at: int) -> int:
-    found = _SPACES.match(text, at)
-    return found.end() if found else at
+    while text[at : at + 1] in _SPACES:
+        at += 1
+    return at
 
 
 def _duplicate_paths(root: Any) -> Iterator[str]:
