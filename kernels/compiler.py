@@ -17,9 +17,17 @@ from mlactl.kernels import registry
 from mlactl.kernels.errors import CompileFailed, EnvironmentUnfit
 from mlactl.kernels.spec import ARCHES, CompileSpec
 
-_CODE_VARIABLES = tuple(
-    f"CUTE_DSL_{name}"
-    for name in "AUTO_M2S COMPILER_BACKEND COMPILER_OPT DEBUG DRYRUN ENABLE_ASSERTIONS ENABLE_PYIR LINEINFO LOC_TRACEBACKS TOLERATE_M2M".split()
+_CODE_VARIABLES = (
+    "CUTE_DSL_AUTO_M2S",
+    "CUTE_DSL_COMPILER_BACKEND",
+    "CUTE_DSL_COMPILER_OPT",
+    "CUTE_DSL_DEBUG",
+    "CUTE_DSL_DRYRUN",
+    "CUTE_DSL_ENABLE_ASSERTIONS",
+    "CUTE_DSL_ENABLE_PYIR",
+    "CUTE_DSL_LINEINFO",
+    "CUTE_DSL_LOC_TRACEBACKS",
+    "CUTE_DSL_TOLERATE_M2M",
 )
 """Variables that change what nvidia-cutlass-dsl 4.8.1 compiles and that no explicit option overrides.
 
