@@ -145,7 +145,7 @@ def test_the_fast_header_reader_accepts_nothing_that_the_slow_one_refuses(data):
     text = json.dumps(header).encode()
     assert both_ways(text, len(body)) == (both_ways(text, len(body))[1],) * 2
     for _ in range(data.draw(st.integers(1, 3))):
-        at = data.draw(st.integers(0, len(text) - 1))
+        at = data.draw(st.integers(1, len(text) - 1))  # byte 0 is looked at before either
         piece = data.draw(
             st.sampled_from(
                 [b"", b"0", b"1", b"-", b" ", b'"', b"{", b"}", b",", b".0", b"e0", b"\\", b'"data_offsets":[0,0],', b'"dtype":"U8",', b"\xff"]
