@@ -10,8 +10,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import random
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -167,7 +165,7 @@ def _acquire(path: str, *, exclusive: bool, wait_s: float) -> Lease:
                 only_readers = only_readers + 1 if exclusive and _try(fd, fcntl.LOCK_SH, release=True) else 0
                 if time.monotonic() >= deadline or only_readers >= _READERS_SEEN:
                     raise _busy(path, fd, wait_s)
-                time.sleep(pause * random.uniform(0.5, 1.5))
+                time.sleep(pause * (0.5 + time.monotonic_ns() % 1000 / 1000))  # jitter, so that waiters do not poll in step
                 pause = min(pause * 1.6, 0.2)
             if _still_there(fd, path):
                 if exclusive:
@@ -217,7 +215,7 @@ def _still_there(fd: int, path: str) -> bool:
 
 
 def _write_holder(fd: int) -> None:
-    holder = Holder(os.getpid(), socket.gethostname(), datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"))
+    holder = Holder(os.getpid(), os.uname().nodename, datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"))
     try:
         os.ftruncate(fd, 0)
         os.pwrite(fd, msgspec.json.encode(holder) + b"\n", 0)
@@ -243,7 +241,7 @@ def _busy(path: str, fd: int, wait_s: float) -> LockBusy:
         who = f"process {pids[0]}" if pids else "a process that did not write its name into it"
     else:
         who = holder.label()
-        if holder.host == socket.gethostname() and pids and holder.pid not in pids:
+        if holder.host == os.uname().nodename and pids and holder.pid not in pids:
             who += f" (held now by process {pids[0]})"
     waited = f" after {wait_s:g} s" if wait_s else ""
     return LockBusy(path, holder, f"{path} is still held by {who}{waited}", "wait for it to finish, or end it; its lock goes with it")
