@@ -459,3 +459,50 @@ def test_sixteen_warmups_at_a_barrier_compile_each_key_once(tiny, tmp_path):
     assert_valid(tiny, 3)
     left = [path for path in tiny.cache_dir.rglob("*") if path.is_file() and path.suffix not in (".so", ".json", ".lock")]
     assert [path for path in left if path.stat().st_mtime < started or path.name.endswith(".tmp")] == []
+
+
+# ---- scale files
+
+
+def scale_file(path, scales):
+    document = {"format": "nvfp4_ds_mla_outer_scale_v1", "num_layers": len(scales), "latent_dim": 512, "denominator": 2688.0, "scales": scales}
+    path.write_text(json.dumps(document))
+    return path
+
+
+def identities(done):
+    assert done.code == 0, done.stderr
+    return {entry["spec"]["facts"]["latent_scale_identity"] for entry in done.json["entries"] if "latent_scale_identity" in entry["spec"]["facts"]}
+
+
+@pytest.mark.parametrize(
+    ("scales", "needed"),
+    [([0.37] * 78, {0, 1}), ([1.0] * 78, {1}), ([1.0] * 77 + [0.5], {0, 1})],
+    ids=["all scaled, and a draft layer at 1.0", "all 1.0", "one scaled"],
+)
+def test_a_scale_file_narrows_the_variants_to_what_its_layers_and_the_draft_layers_need(cli, tmp_path, scales, needed):
+    """Draft layers always run with 1.0: a warmup that looked at the file alone left them to compile while serving."""
+    arguments = ("warmup", "--profile", "glm-5.2-tp4-dcp4", "--arch", "sm_120a", "--dry-run", "--json")
+    assert identities(cli(*arguments)) == {0, 1}
+    assert identities(cli(*arguments, "--scales", scale_file(tmp_path / "scales.json", scales))) == needed
+
+
+def test_the_scale_file_that_a_profile_names_is_used_without_an_option(cli, tmp_path):
+    scale_file(tmp_path / "scales.json", [0.37] * 78)
+    text = (Path(__file__).parents[2] / "profiles" / "glm-5.2-tp4-dcp4.toml").read_text().replace("draft_layers = 1", "draft_layers = 0")
+    (tmp_path / "mine.toml").write_text(text + '\n[scales]\nfile = "scales.json"\n')
+    assert identities(cli("warmup", "--profile", tmp_path / "mine.toml", "--arch", "sm_120a", "--dry-run", "--json")) == {0}
+
+
+def test_a_wrong_scale_file_warms_nothing(cli, tmp_path):
+    done = cli("warmup", "--profile", "glm-5.2-tp4-dcp4", "--arch", "sm_120a", "--scales", scale_file(tmp_path / "scales.json", [1.0] * 77))
+    assert done.code == 1
+    assert "77" in done.stderr
+    assert "78" in done.stderr
+    assert not cli.cache_dir.exists()
+
+
+def test_a_scale_file_for_records_without_outer_scales_is_refused(cli, tmp_path):
+    done = cli("warmup", "--profile", "ci-small", "--arch", "sm_120a", "--scales", scale_file(tmp_path / "scales.json", [1.0]), "--dry-run")
+    assert done.code == 1
+    assert "profile ci-small stores bf16, expected nvfp4_ds_mla_432 or nvfp4_ds_mla_368" in done.stderr
