@@ -97,8 +97,8 @@ def _fast(raw: bytes, data_begin: int, data_bytes: int, shard: int) -> list[Tens
     try:
         entries = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
         entries.pop("__metadata__", None)
-        # A parser that keeps the last of two equal names hides the other; its offsets are still in the text.
-        if raw.count(b'"data_offsets"') != len(entries):
+        # A parser that keeps the last of two equal keys hides the other, which is still in the text (unless spelled with \\u).
+        if b"\\u" in raw or any(raw.count(key) != len(entries) for key in (b'"dtype"', b'"shape"', b'"data_offsets"')):
             return None
         decoder = msgspec.json.Decoder(_Entry)
         # Shapes and dtypes repeat hundreds of thousands of times in a large checkpoint: one object of each will do.
