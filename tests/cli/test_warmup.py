@@ -163,7 +163,10 @@ def test_a_module_in_the_working_directory_is_not_imported_by_workers(cli, tmp_p
 
 
 def test_shared_makes_the_cache_readable_for_a_server_of_another_user(tiny):
-    assert tiny(*WARMUP, "--shared", env={"TINY_COUNT": "1"}).code == 0
+    done = tiny(*WARMUP, "--shared", env={"TINY_COUNT": "1"})
+    assert done.code == 0
+    # pytest's own folders are closed to others, which makes this root no use to them either.
+    assert f"warning: {tiny.cache_dir} is shared, but " in done.stderr
     (entry,) = entries(tiny)
     assert [path.stat().st_mode & 0o777 for path in (tiny.cache_dir, entry.object_path.parent)] == [0o755, 0o755]
     assert [path.stat().st_mode & 0o777 for path in (entry.object_path, entry.manifest_path)] == [0o644, 0o644]
@@ -506,3 +509,18 @@ def test_a_scale_file_for_records_without_outer_scales_is_refused(cli, tmp_path)
     done = cli("warmup", "--profile", "ci-small", "--arch", "sm_120a", "--scales", scale_file(tmp_path / "scales.json", [1.0]), "--dry-run")
     assert done.code == 1
     assert "profile ci-small stores bf16, expected nvfp4_ds_mla_432 or nvfp4_ds_mla_368" in done.stderr
+
+
+def test_keys_are_completed_from_the_cache(tiny, warm):
+    warm(3)
+    keys = sorted(entry.key for entry in entries(tiny))
+
+    def complete(typed):
+        line = f"mlactl cache show {typed}"
+        done = tiny(env={"_MLACTL_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": "3"})
+        assert done.code == 0, done.stderr
+        return done.lines
+
+    assert complete("") == keys
+    assert complete(keys[0][:6]) == [key for key in keys if key.startswith(keys[0][:6])]
+    assert complete("zz") == []
