@@ -41,6 +41,7 @@ Compiler = Callable[[CompileSpec, str, str, str, Path], None]
 
 LOCK_TIMEOUT_S = 600.0
 LINK_FLAGS = ("-shared", "--build-id=none", "--hash-style=gnu")
+SCRATCH_PREFIX = "mlactl-compile-"
 _LINKER_VARIABLES = frozenset({"LD_RUN_PATH", "LDEMULATION", "GNUTARGET"})
 """Variables through which `ld` would write something of this machine into the object."""
 
@@ -257,7 +258,8 @@ def _compile_and_link(inputs: KeyInputs, compiler: Compiler, linker_path: str) -
     kernel_id = inputs.spec.kernel_id
     if compiler is compile_object and _loaded_sources.setdefault(kernel_id, inputs.sources_digest) != inputs.sources_digest:
         raise CompileFailed(f"{label}: the kernel's sources changed after this process loaded them", hint="start a new process")
-    scratch = Path(tempfile.mkdtemp(prefix="mlactl-compile-"))
+    sweep_scratch()
+    scratch = Path(tempfile.mkdtemp(prefix=SCRATCH_PREFIX))
     try:
         exported, linked = scratch / "object.o", scratch / "object.so"
         try:
@@ -274,6 +276,18 @@ def _compile_and_link(inputs: KeyInputs, compiler: Compiler, linker_path: str) -
         return hashlib.sha256(exported.read_bytes()).hexdigest(), linked.read_bytes()
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def sweep_scratch() -> None:
+    """Removes this user's scratch folders that killed compiles left; one is in use for seconds, so an hour old is left."""
+    oldest = time.time() - 3600
+    for folder in Path(tempfile.gettempdir()).glob(f"{SCRATCH_PREFIX}*"):
+        try:
+            info = folder.lstat()
+        except OSError:
+            continue
+        if stat.S_ISDIR(info.st_mode) and info.st_uid == os.geteuid() and info.st_mtime < oldest:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _link(linker_path: str, exported: Path, linked: Path, label: str) -> None:

@@ -251,6 +251,19 @@ def test_temporaries_of_the_key_are_cleared_and_others_kept(store: Store, publis
     assert old.exists()
 
 
+def test_scratch_folders_of_killed_compiles_are_swept(publish: Callable[..., Entry], scratch: Path, tmp_path: Path) -> None:
+    old, young = scratch / "mlactl-compile-old", scratch / "mlactl-compile-young"
+    for folder in (old, young, tmp_path / "target", scratch / "something-else"):
+        folder.mkdir()
+        (folder / "object.o").write_bytes(b"x")
+    (scratch / "mlactl-compile-link").symlink_to(tmp_path / "target")
+    for folder in (old, tmp_path / "target", scratch / "something-else"):
+        os.utime(folder, (1_700_000_000, 1_700_000_000))
+    publish()
+    assert sorted(path.name for path in scratch.iterdir()) == ["mlactl-compile-link", "mlactl-compile-young", "something-else"]
+    assert (tmp_path / "target" / "object.o").exists()
+
+
 REAL = """
 import os, sys, tiny
 from mlactl.cache.publish import compile_and_publish
