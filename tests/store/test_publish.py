@@ -75,6 +75,21 @@ def test_an_entry_is_an_object_and_a_manifest_under_its_key(store: Store, prebui
     assert isinstance(store.lookup(tiny.spec(), "sm_120a"), Hit)
 
 
+def test_the_launchs_shared_memory_comes_from_the_compiler(store: Store, prebuilt: tiny.Prebuilt) -> None:
+    """It is in no ELF: only the kernel's builder knows what its launch asks for."""
+
+    def compiler(spec: Any, arch: str, symbol: str, flavour: str, out: Path) -> int:
+        prebuilt.compiler()(spec, arch, symbol, flavour, out)
+        return 98_304
+
+    entry = compile_and_publish(store, tiny.spec(), "sm_120a", compiler=compiler).entry
+    assert entry.manifest is not None
+    assert [kernel.dynamic_smem_bytes for kernel in entry.manifest.resources] == [98_304]
+    entry = compile_and_publish(store, tiny.spec(3), "sm_120a", compiler=prebuilt.compiler()).entry
+    assert entry.manifest is not None
+    assert [kernel.dynamic_smem_bytes for kernel in entry.manifest.resources] == [None]
+
+
 def test_publishing_again_compiles_nothing(store: Store, prebuilt: tiny.Prebuilt) -> None:
     compiled: list[str] = []
     first = compile_and_publish(store, tiny.spec(), "sm_120a", compiler=prebuilt.compiler(compiled.append))
