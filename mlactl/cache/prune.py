@@ -241,15 +241,17 @@ def stale_judge() -> Callable[[Entry], str | None]:
 def _files(layer: Layer, entry: Entry) -> tuple[PlannedFile, ...]:
     """The entry's own regular files, manifest first; a link is nothing of ours."""
     found = []
+    root = f"{layer.path}/"
     for path in (entry.manifest_path, entry.object_path):
         if path is None:
             continue
+        name = str(path)
         try:
-            status = path.lstat()
+            status = os.lstat(name)
         except FileNotFoundError:
             continue
         if stat.S_ISREG(status.st_mode):
-            found.append(PlannedFile(str(path.relative_to(layer.path)), status.st_ino, status.st_size, status.st_mtime_ns))
+            found.append(PlannedFile(name.removeprefix(root), status.st_ino, status.st_size, status.st_mtime_ns))
     return tuple(found)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -93,7 +93,11 @@ def _carry_out(out: Output, plan: PrunePlan, *, dry_run: bool, yes: bool) -> Non
     """Prints the plan or, once agreed to, applies it; off a terminal it refuses without --yes, whatever the plan holds."""
     empty = not plan.entries and not plan.locks
     if dry_run:
-        out.document(asdict(plan), lambda: _plan_human(out, plan), lambda: [entry.key for entry in plan.entries])
+        out.document(
+            {field.name: getattr(plan, field.name) for field in fields(plan)},
+            lambda: _plan_human(out, plan),
+            lambda: [entry.key for entry in plan.entries],
+        )
         out.note("dry run: nothing was removed")
         if empty:
             _nothing_selected(out, plan)
