@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import pwd
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlactl.errors import UsageError
+from mlactl.errors import CannotRun, UsageError
 
 LAYOUT = "v1"
 """Folder of the on-disk format inside a root."""
@@ -63,23 +64,45 @@ class Roots:
 def resolve(cache_dir: str | None = None, environ: Mapping[str, str] = os.environ) -> Roots:
     """The layers to use: `cache_dir`, else MLACTL_CACHE_DIR (both `rw:ro1:ro2`), else $XDG_CACHE_HOME/mlactl, else ~/.cache/mlactl.
 
-    An empty first part (`:/shared/ro`) leaves nothing writable. Raises UsageError for a list without any path.
+    An empty first part (`:/shared/ro`) leaves nothing writable. An empty variable counts as unset, as the XDG base
+    directory specification has it; an empty `cache_dir` does not: it is a shell variable that was meant to be set.
+    Raises UsageError for a list without any path, and CannotRun when a home folder is needed and there is none.
     """
-    listed = cache_dir if cache_dir is not None else environ.get("MLACTL_CACHE_DIR")
-    if not listed:
+    listed = cache_dir if cache_dir is not None else environ.get("MLACTL_CACHE_DIR") or None
+    if listed is None:
         xdg = environ.get("XDG_CACHE_HOME", "")
-        # The XDG base directory specification: relative paths are to be ignored.
-        base = Path(xdg) if xdg.startswith("/") else Path(environ.get("HOME") or Path.home()) / ".cache"
+        # The same specification: relative paths are to be ignored.
+        base = Path(xdg) if xdg.startswith("/") else _home(environ) / ".cache"
         return Roots((Layer(base / "mlactl", True),))
     parts = listed.split(":")
-    layers = tuple(
-        Layer(Path(os.path.abspath(os.path.expanduser(part))), number == 0)  # noqa: PTH100, PTH111  not resolve(): links are checked later
-        for number, part in enumerate(parts)
-        if part
-    )
+    layers = tuple(Layer(_absolute(part, environ), number == 0) for number, part in enumerate(parts) if part)
     if not layers:
-        raise UsageError(f"cache directory list {listed!r} names no path", hint="MLACTL_CACHE_DIR=/writable:/readonly1:/readonly2")
+        raise UsageError(f"cache directory list {listed!r} names no path", hint="--cache-dir or MLACTL_CACHE_DIR: /writable:/readonly1:/readonly2")
     return Roots(layers)
+
+
+def _absolute(part: str, environ: Mapping[str, str]) -> Path:
+    """A listed path; `~` is this user's home folder, links stay as they are (they are checked when something is loaded)."""
+    if part == "~" or part.startswith("~/"):
+        part = f"{_home(environ)}{part[1:]}"
+    return Path(os.path.abspath(os.path.expanduser(part)))  # noqa: PTH100, PTH111
+
+
+def _home(environ: Mapping[str, str]) -> Path:
+    """This user's home folder: HOME, else what the user database says; raises CannotRun for none and for a relative one."""
+    home = environ.get("HOME", "")
+    if not home:
+        try:
+            home = pwd.getpwuid(os.getuid()).pw_dir
+        except KeyError:
+            found = f"HOME is not set and uid {os.getuid()} is not in the user database"
+            raise CannotRun(f"no home folder to keep the cache in: {found}", hint=_NAME_ONE) from None
+    if not home.startswith("/"):
+        raise CannotRun(f"no home folder to keep the cache in: HOME is {home!r}, expected an absolute path", hint=_NAME_ONE)
+    return Path(home)
+
+
+_NAME_ONE = "name a root: --cache-dir DIR, or MLACTL_CACHE_DIR=DIR"
 
 
 def warnings(roots: Roots, mountinfo: Path = Path("/proc/self/mountinfo")) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -60,6 +61,37 @@ def test_relative_paths_and_tildes_become_absolute(tmp_path: Path, monkeypatch: 
 def test_a_list_without_a_path_is_refused() -> None:
     with pytest.raises(UsageError, match="names no path"):
         resolve("::", {})
+
+
+def test_an_empty_cache_dir_option_is_refused() -> None:
+    """`--cache-dir "$UNSET"` once meant the default root: rm and prune then worked on a cache nobody had named."""
+    with pytest.raises(UsageError, match="cache directory list '' names no path"):
+        resolve("", {"HOME": "/h", "MLACTL_CACHE_DIR": "/rw"})
+
+
+@pytest.mark.parametrize(
+    ("environ", "found"),
+    [
+        ({}, "HOME is not set and uid 54321 is not in the user database"),
+        ({"HOME": ""}, "HOME is not set and uid 54321 is not in the user database"),
+        ({"HOME": "h/me"}, "HOME is 'h/me', expected an absolute path"),
+        ({"HOME": "h/me", "XDG_CACHE_HOME": "x"}, "HOME is 'h/me', expected an absolute path"),
+    ],
+)
+def test_no_home_folder_is_an_error_that_names_the_way_out(environ: dict[str, str], found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container's uid without a name ended in an internal error, and a relative HOME put the cache into the working directory."""
+    monkeypatch.setattr(os, "getuid", lambda: 54321)
+    for cache_dir in (None, "~/cache"):
+        with pytest.raises(CannotRun) as raised:
+            resolve(cache_dir, environ)
+        assert raised.value.message == f"no home folder to keep the cache in: {found}"
+        assert raised.value.hint == "name a root: --cache-dir DIR, or MLACTL_CACHE_DIR=DIR"
+    assert resolve("/given", environ).layers == (Layer(Path("/given"), True),)
+
+
+def test_without_home_the_user_database_says_where_it_is() -> None:
+    expected = Path(pwd.getpwuid(os.getuid()).pw_dir, ".cache", "mlactl")
+    assert resolve(None, {}).layers == (Layer(expected, True),)
 
 
 def test_a_network_filesystem_gets_a_warning(tmp_path: Path) -> None:
