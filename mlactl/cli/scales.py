@@ -87,18 +87,18 @@ def verify_scales(
     paths = _paths(files, loaded)
     if sha256 is not None and len(paths) > 1:
         raise UsageError(f"--sha256 pins one file, {len(paths)} were named", hint="run it once for each file")
+    request = Request(loaded, against, sha256, latents)
     if plot is not None:
         from mlactl.scales.plot import require
 
-        require(plot)
-    request = Request(loaded, against, sha256, latents)
+        require(plot, _read(paths, request))
     judged = []
     for path in paths:
         judged.append(_judge(out, path, request))
         if out.mode is Mode.HUMAN:
             _show(out, judged[-1], layers=layers, strict=strict, first=len(judged) == 1)
     if plot is not None:
-        _plot(out, plot, judged)
+        _plot(out, plot, judged, _read(paths, request))
     _render(out, judged, layers=layers, strict=strict)
     if loaded is not None and len(paths) == 1 and judged[0].exit_code(strict=strict) == 0 and judged[0].report and judged[0].report.kind == "outer":
         out.hint(f"mlactl warmup --profile {profile} --scales {plain(paths[0])} compiles the variants that this file needs")
@@ -172,14 +172,20 @@ def _render(out: Output, judged: Sequence[_Judged], *, layers: bool, strict: boo
             out.error(item.error)
 
 
-def _plot(out: Output, target: Path, judged: Sequence[_Judged]) -> None:
+def _read(paths: Sequence[Path], request: Request) -> list[Path]:
+    """Every file that is read, over which no picture may be drawn."""
+    profile = [request.profile.path] if request.profile is not None else []
+    return [*paths, *profile, *(path for path in (request.against, request.latents) if path is not None)]
+
+
+def _plot(out: Output, target: Path, judged: Sequence[_Judged], sources: Sequence[Path]) -> None:
     from mlactl.scales.plot import Series, write_png
 
     series = [Series(plain(item.path), points) for item in judged if item.report is not None and (points := _points(item.report))]
     if not series:
         out.warn(f"{target} was not drawn: no file has a scale")
         return
-    write_png(target, series)
+    write_png(target, series, sources)
     out.note(f"drew {target}")
 
 
@@ -221,7 +227,7 @@ def fit_command(
         for line in finding_lines(error.findings[1:20]):
             out.note(line)
         raise
-    write(fitted.data, target, force=force)
+    write(fitted.data, target, force=force, source=amplitudes)
     report = verify(target, Request(loaded))
     document = {
         "path": plain(target),

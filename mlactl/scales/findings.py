@@ -12,11 +12,12 @@ from enum import StrEnum
 from typing import TypedDict, Unpack
 
 from mlactl.errors import MlactlError
+from mlactl.printable import MAX_SHOWN_CHARS, plain, safe
+
+__all__ = ["MAX_FINDINGS", "MAX_SHOWN_CHARS", "Finding", "Findings", "InvalidScales", "Place", "Severity", "plain", "safe"]
 
 MAX_FINDINGS = 1000
 """Rows kept of one file; more are counted only, so that a hostile file cannot fill the memory."""
-
-MAX_SHOWN_CHARS = 80
 
 
 class Severity(StrEnum):
@@ -127,17 +128,3 @@ class InvalidScales(MlactlError):
     def __init__(self, message: str, findings: tuple[Finding, ...], *, hint: str | None = None) -> None:
         super().__init__(message, hint=hint)
         self.findings = findings
-
-
-def safe(text: object) -> str:
-    """Text made safe to print: control characters and lone surrogates of an untrusted file or path are spelled out."""
-    made = str(text)
-    if made.isprintable():
-        return made
-    return "".join(char if char.isprintable() else char.encode("unicode_escape", "surrogatepass").decode("ascii") for char in made)
-
-
-def plain(text: object) -> str:
-    """`safe` text that is not endless either: the middle of a very long name is left out."""
-    made = safe(str(text)[: 100 * MAX_SHOWN_CHARS])
-    return made if len(made) <= 2 * MAX_SHOWN_CHARS else f"{made[:MAX_SHOWN_CHARS]}…{made[-MAX_SHOWN_CHARS // 2 :]}"

@@ -5,15 +5,14 @@ Only v1 is written. The two schemas' quantisers differ, so there is no conversio
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlactl.errors import UsageError
-from mlactl.scales.files import read_bytes, unreadable
+from mlactl.regular_files import write_file
+from mlactl.scales.files import read_bytes
 from mlactl.scales.findings import Findings, InvalidScales, Severity, plain
 from mlactl.scales.float32 import DENOMINATOR, fault, float32
 from mlactl.scales.outer import dump_v1, examine_bytes, report_document
@@ -58,31 +57,12 @@ def fit(path: Path, headroom: float = 1.0, profile: Profile | None = None) -> Fi
     return Fitted(data, found)
 
 
-def write(data: bytes, target: Path, *, force: bool) -> None:
-    """Writes a file that is complete whenever it is there; raises UsageError for an existing one without `force`, CannotRun."""
-    if target.is_dir():
-        raise UsageError(f"{target}: is a folder, expected a file to write", hint=f"-o {target / 'scales.json'}")
-    taken = UsageError(f"{target}: is there already, nothing was written", hint="--force replaces it")
-    if not force and os.path.lexists(target):
-        raise taken
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        if force:
-            temporary.replace(target)
-        else:
-            # A rename would replace a file that somebody made meanwhile; a link does not.
-            os.link(temporary, target)
-    except FileExistsError as error:
-        raise taken from error
-    except OSError as error:
-        raise unreadable(target, error) from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
+def write(data: bytes, target: Path, *, force: bool, source: Path | None = None) -> None:
+    """Writes a file that is complete whenever it is there, never over the amplitudes in `source`.
+
+    Raises UsageError for an existing file without `force` and for what is no regular file at all, CannotRun.
+    """
+    write_file(data, target, force=force, sources=() if source is None else (source,))
 
 
 def _amplitudes(path: Path) -> list[float]:

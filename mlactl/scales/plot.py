@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlactl.errors import CannotRun, UsageError
-from mlactl.scales.files import unreadable
+from mlactl.regular_files import require_target, write_file
 
 SUFFIX = ".png"
 
@@ -21,16 +21,19 @@ class Series:
     points: Sequence[tuple[int, float, float]]
 
 
-def require(target: Path) -> None:
+def require(target: Path, sources: Sequence[Path] = ()) -> None:
     """Refuses before any work what could not be drawn in the end; raises UsageError, CannotRun."""
     if target.suffix.lower() != SUFFIX:
         raise UsageError(f"--plot {target}: expected a name that ends in {SUFFIX}", hint=f"--plot {target.with_suffix(SUFFIX)}")
+    require_target(target, sources)
     if importlib.util.find_spec("matplotlib") is None:
         raise CannotRun("--plot needs matplotlib, which is not installed", hint="pip install 'mlactl[plot]'; the plot in the terminal needs nothing")
 
 
-def write_png(target: Path, series: Sequence[Series]) -> None:
-    """Draws one panel with every series, replacing an older picture of that name; raises CannotRun."""
+def write_png(target: Path, series: Sequence[Series], sources: Sequence[Path] = ()) -> None:
+    """Draws one panel with every series, replacing an older picture of that name; raises UsageError, CannotRun."""
+    from io import BytesIO
+
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -55,7 +58,6 @@ def write_png(target: Path, series: Sequence[Series]) -> None:
     axes.margins(x=0.02)
     axes.grid(visible=True, alpha=0.3)
     axes.legend(loc="best", frameon=False)
-    try:
-        figure.savefig(target)
-    except OSError as error:
-        raise unreadable(target, error) from error
+    picture = BytesIO()
+    figure.savefig(picture, format="png")
+    write_file(picture.getvalue(), target, force=True, sources=sources)

@@ -5,6 +5,7 @@ import os
 import pty
 import re
 import signal
+import stat
 import struct
 import subprocess
 import sys
@@ -405,6 +406,27 @@ def test_fit_refuses(cli, tmp_path):
     done = cli("scales", "fit", write_json(tmp_path / "77.json", amplitudes(77)), "-o", tmp_path / "none.json", "--profile", GLM)
     assert done.code == 1
     assert "none for layer 77" in done.stderr
+
+
+def test_fit_and_plot_leave_alone_what_is_no_regular_file_or_is_read(cli, good, tmp_path):
+    """`scales fit -o` replaced a device node, even with --force it must not; `--plot` drew over the very file it judged."""
+    source = write_json(tmp_path / "amplitudes.json", amplitudes())
+    before = source.read_bytes()
+    os.mkfifo(tmp_path / "pipe.png")
+    for name, said in (("pipe.png", "is a pipe, expected a file to write"), ("amplitudes.json", "is the same file as")):
+        done = cli("scales", "fit", source, "-o", tmp_path / name, "--force")
+        assert (done.code, done.stdout) == (2, "")
+        assert done.stderr.startswith(f"error: {tmp_path / name}: {said}")
+    assert source.read_bytes() == before
+    picture = tmp_path / "picture.png"
+    picture.symlink_to(good)
+    scales = good.read_bytes()
+    for name, said in (("pipe.png", "is a pipe, expected a file to write"), ("picture.png", "is the same file as")):
+        done = cli("verify-scales", good, "--plot", tmp_path / name)
+        assert (done.code, done.stdout) == (2, "")
+        assert done.stderr.startswith(f"error: {tmp_path / name}: {said}")
+    assert good.read_bytes() == scales
+    assert stat.S_ISFIFO((tmp_path / "pipe.png").lstat().st_mode)
 
 
 def test_warmup_compiles_what_the_file_and_the_draft_layers_need(cli, good, tmp_path):

@@ -1,0 +1,25 @@
+"""Text of files and paths made safe to show: no control character of an untrusted name reaches a terminal."""
+
+from __future__ import annotations
+
+MAX_SHOWN_CHARS = 80
+_LAYOUT = frozenset("\n\t")
+
+
+def safe(text: object, keep: frozenset[str] = frozenset()) -> str:
+    """Text with control characters and lone surrogates spelled out as `\\x1b`, `\\udcff`; those in `keep` stay."""
+    made = str(text)
+    if made.isprintable():
+        return made
+    return "".join(char if char.isprintable() or char in keep else char.encode("unicode_escape", "surrogatepass").decode("ascii") for char in made)
+
+
+def safe_lines(text: str) -> str:
+    """`safe` text that may have several lines and tabs."""
+    return safe(text, _LAYOUT)
+
+
+def plain(text: object) -> str:
+    """`safe` text that is not endless either: the middle of a very long name is left out."""
+    made = safe(str(text)[: 100 * MAX_SHOWN_CHARS])
+    return made if len(made) <= 2 * MAX_SHOWN_CHARS else f"{made[:MAX_SHOWN_CHARS]}…{made[-MAX_SHOWN_CHARS // 2 :]}"
