@@ -43,9 +43,11 @@ def bar(console: Console, title: str, total: int | None, unit: str) -> Iterator[
 
 @contextmanager
 def lines(stream: TextIO, title: str, total: int | None, unit: str) -> Iterator[Task]:
-    """One line at most every few seconds, and a last one when anything was counted."""
+    """A line when work starts, one at most every few seconds, and a last one when anything was counted."""
     started = last = time.monotonic()
     done = 0
+    stream.write(f"{title}{'' if total is None else f' {total}'} {unit}\n")
+    stream.flush()
 
     def advance(steps: int) -> None:
         nonlocal done, last
