@@ -92,6 +92,12 @@ def recorder() -> CallRecorder | None:
     return _state.recorder
 
 
+def record_with(recorder: CallRecorder | None) -> CallRecorder | None:
+    """Changes who records calls and returns who did; loaded functions stay."""
+    previous, _state.recorder = _state.recorder, recorder
+    return previous
+
+
 def launch(spec: CompileSpec, arch: str, *, may_compile: bool = True) -> Launch:
     """The function of (spec, arch), loaded at most once a process.
 

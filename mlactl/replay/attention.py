@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RowView:
-    """One query row: `keys` [n, latent + 64] and `values` [n, latent] it sees, `weights` [H, n] (they sum to 1), `lse` [H] natural, `output` [H, latent]."""
+    """One query row: `keys` [n, latent + 64] and `values` [n, latent] it sees, `weights` [H, n] (each head's sum to 1), natural `lse` [H]
+    and `output` [H, latent]."""
 
     seen: Seen
     query: torch.Tensor
@@ -36,7 +37,15 @@ Select = Callable[[Seen], "Seen | None"]
 
 
 def views(
-    capture: Capture, rows: Iterable[int], dtype: torch.dtype, *, latent_scale: float | None = None, kv_scale: float | None = None, shift: int = 0, window_shift: int = 0, keep: Select | None = None
+    capture: Capture,
+    rows: Iterable[int],
+    dtype: torch.dtype,
+    *,
+    latent_scale: float | None = None,
+    kv_scale: float | None = None,
+    shift: int = 0,
+    window_shift: int = 0,
+    keep: Select | None = None,
 ) -> Iterator[RowView | None]:
     """The views of some rows; None for a row whose shifted length cannot be read.
 

@@ -104,7 +104,9 @@ def find(paths: Iterable[str | Path]) -> tuple[Path, ...]:
         if path.is_dir():
             inside = sorted(path.rglob(f"*{storage.IN_SUFFIX}"))
             if not inside:
-                raise UsageError(f"{path} holds no captures (*{storage.IN_SUFFIX})", hint="set MLACTL_CAPTURE_DIR on a serving process, or try examples/captures")
+                raise UsageError(
+                    f"{path} holds no captures (*{storage.IN_SUFFIX})", hint="set MLACTL_CAPTURE_DIR on a serving process, or try examples/captures"
+                )
         elif inputs_path(path).exists():
             inside = [inputs_path(path)]
         else:
@@ -136,7 +138,10 @@ def _read_result(path: Path, source: Path, inputs: FileHeader) -> tuple[torch.Te
         raise BadCapture(f"{path}: holds {header.role}, expected outputs")
     expected = inputs_digest(inputs)
     if header.inputs_sha256 != expected:
-        raise BadCapture(f"{path}: outputs of inputs {str(header.inputs_sha256)[:16]}…, but {source.name} is {expected[:16]}…", hint="files of two captures were mixed")
+        raise BadCapture(
+            f"{path}: outputs of inputs {str(header.inputs_sha256)[:16]}…, but {source.name} is {expected[:16]}…",
+            hint="files of two captures were mixed",
+        )
     unknown = set(tensors) - {"output", "lse"}
     if unknown:
         raise BadCapture(f"{path}: holds {sorted(unknown)}, expected output and lse")
@@ -168,7 +173,9 @@ def save(capture: Capture, folder: Path, name: str | None = None) -> Path:
     """Writes a capture (inputs, then outputs, then its status) and returns its stem; an existing one of that name is refused."""
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / (name or capture.name)
-    kept = {key: value for key, value in capture.facts.items() if key in capture.tensors and storage.tensor_digest(capture.tensors[key]) == value.sha256}
+    kept = {
+        key: value for key, value in capture.facts.items() if key in capture.tensors and storage.tensor_digest(capture.tensors[key]) == value.sha256
+    }
     header = inputs_header(capture.call, capture.tensors, kept, capture.versions)
     result = {key: value for key, value in (("output", capture.output), ("lse", capture.lse)) if value is not None}
     try:

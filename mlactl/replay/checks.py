@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import TYPE_CHECKING
 
@@ -102,9 +103,11 @@ def _check_lengths(capture: Capture, origin: str) -> None:
     starts, lengths = capture.tensors["cu_seqlens_q"], capture.tensors["cache_seqlens"]
     batch = len(lengths)
     if len(starts) != batch + 1 or capture.tensors["page_table"].shape[0] != batch:
-        raise BadCapture(f"{origin}: {batch} requests, {len(starts)} boundaries (expected {batch + 1}), {capture.tensors['page_table'].shape[0]} table rows")
+        raise BadCapture(
+            f"{origin}: {batch} requests, {len(starts)} boundaries (expected {batch + 1}), {capture.tensors['page_table'].shape[0]} table rows"
+        )
     ends = starts.tolist()
-    if ends[0] != 0 or ends[-1] != capture.rows or any(later < earlier for earlier, later in zip(ends, ends[1:], strict=False)):
+    if ends[0] != 0 or ends[-1] != capture.rows or any(later < earlier for earlier, later in itertools.pairwise(ends)):
         raise BadCapture(f"{origin}: request boundaries {ends[:8]} do not rise from 0 to the {capture.rows} rows of q")
     negative = _first(lengths, lambda value: value < 0)
     if negative:
@@ -136,7 +139,9 @@ def _check_table(capture: Capture, origin: str) -> None:
         wrong = ((entries < 0) | (entries >= pages)).nonzero()
         if len(wrong):
             column = int(wrong[0]) + first
-            raise BadCapture(f"{origin}: page table entry {int(table[request, column])} at [{request}, {column}] inside the visible range, {pages} pages are stored")
+            raise BadCapture(
+                f"{origin}: page table entry {int(table[request, column])} at [{request}, {column}] is in the visible range; {pages} pages are stored"
+            )
 
 
 def _check_slots(capture: Capture, origin: str) -> None:

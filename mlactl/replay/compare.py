@@ -155,7 +155,9 @@ class _Tally:
     by_column: Any = None
 
 
-def compare(actual: torch.Tensor, expected: torch.Tensor, tolerance: Tolerance, *, name: str, axes: Axes | None = None, allow_nan: bool = False) -> Comparison:
+def compare(
+    actual: torch.Tensor, expected: torch.Tensor, tolerance: Tolerance, *, name: str, axes: Axes | None = None, allow_nan: bool = False
+) -> Comparison:
     """Compares `actual` with `expected` (same shape, any real types); the first is judged, the second is taken as right.
 
     Raises UsageError for shapes that differ, tensors without elements and complex types.
@@ -240,7 +242,15 @@ def _block(tally: _Tally, left: torch.Tensor, right: torch.Tensor, start: int, t
 
 
 def _tally_rows(
-    tally: _Tally, start: int, keep: torch.Tensor, errors: torch.Tensor, relative: torch.Tensor, ratio: torch.Tensor, cosine: torch.Tensor, norm: torch.Tensor, largest: torch.Tensor
+    tally: _Tally,
+    start: int,
+    keep: torch.Tensor,
+    errors: torch.Tensor,
+    relative: torch.Tensor,
+    ratio: torch.Tensor,
+    cosine: torch.Tensor,
+    norm: torch.Tensor,
+    largest: torch.Tensor,
 ) -> None:
     import torch
 
@@ -333,7 +343,9 @@ def _tally_mismatches(tally: _Tally, mismatch: torch.Tensor, ratio: torch.Tensor
         tally.worst = int(rows[position // columns]) * columns + position % columns
 
 
-def _result(name: str, actual: torch.Tensor, expected: torch.Tensor, tolerance: Tolerance, tally: _Tally, axes: Axes, columns: int, allow_nan: bool) -> Comparison:
+def _result(
+    name: str, actual: torch.Tensor, expected: torch.Tensor, tolerance: Tolerance, tally: _Tally, axes: Axes, columns: int, allow_nan: bool
+) -> Comparison:
     notes = []
     all_zero = tally.nonzero_expected and not tally.nonzero_actual
     if all_zero:
@@ -400,7 +412,14 @@ def ulp_distance(left: float, right: float, dtype: torch.dtype) -> int | None:
     """Values of `dtype` between two numbers, each rounded to it first; None for NaN and for types that are no floats."""
     import torch
 
-    bits = {torch.float64: torch.int64, torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float8_e4m3fn: torch.int8, torch.float8_e5m2: torch.int8}
+    bits = {
+        torch.float64: torch.int64,
+        torch.float32: torch.int32,
+        torch.bfloat16: torch.int16,
+        torch.float16: torch.int16,
+        torch.float8_e4m3fn: torch.int8,
+        torch.float8_e5m2: torch.int8,
+    }
     if dtype not in bits or math.isnan(left) or math.isnan(right):
         return None
 

@@ -70,7 +70,8 @@ RECORDS: Mapping[str, RecordLayout] = {
         ),
         RecordLayout(
             "nvfp4_ds_mla_368_per_token", "uint8", "per_token", "e2m1",
-            group=16, group_type="e4m3", group_offset=256, rope_type="e4m3", rope_offset=304, rope_scale_offset=288, token_scale_offset=292, record_bytes=368,
+            group=16, group_type="e4m3", group_offset=256, rope_type="e4m3", rope_offset=304, rope_scale_offset=288,
+            token_scale_offset=292, record_bytes=368,
         ),
     )
 }  # fmt: skip
@@ -97,7 +98,9 @@ def decode(records: torch.Tensor, layout: RecordLayout, *, latent_scale: float =
     import torch
 
     if layout.dense:
-        return records.to(dtype) * (torch.tensor(kv_scale, dtype=torch.float32, device=records.device).to(dtype) if layout.scale_mode == "tensor" else 1)
+        return records.to(dtype) * (
+            torch.tensor(kv_scale, dtype=torch.float32, device=records.device).to(dtype) if layout.scale_mode == "tensor" else 1
+        )
     latent = _latent(records, layout, dtype)
     scale = torch.tensor(latent_scale, dtype=torch.float32, device=records.device).to(dtype)
     if layout.takes_latent_scale:

@@ -1,8 +1,8 @@
 """Capture files: deterministic safetensors under a temporary name, then a rename.
 
-    FOLDER/<id>.in.safetensors    written before the launch
-    FOLDER/<id>.out.safetensors   written after it
-    FOLDER/index.jsonl            one line a capture, appended last; the only place that holds a time
+FOLDER/<id>.in.safetensors    written before the launch
+FOLDER/<id>.out.safetensors   written after it
+FOLDER/index.jsonl            one line a capture, appended last; the only place that holds a time
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def tensor_digest(tensor: torch.Tensor) -> str:
     import torch
 
     data = tensor.detach().cpu().contiguous()
-    return hashlib.sha256(data.flatten().view(torch.uint8).numpy()).hexdigest()
+    return hashlib.sha256(data.flatten().view(torch.uint8).numpy().data).hexdigest()
 
 
 def fact(stored: torch.Tensor, original: torch.Tensor | None = None) -> TensorFact:
@@ -69,7 +69,9 @@ def write_file(path: Path, header: FileHeader, tensors: Mapping[str, torch.Tenso
     except FileExistsError:
         raise
     except OSError as error:
-        raise CannotRun(f"{path} cannot be written: {error.strerror or error}", hint="capture into a folder with room that this user may write") from error
+        raise CannotRun(
+            f"{path} cannot be written: {error.strerror or error}", hint="capture into a folder with room that this user may write"
+        ) from error
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
@@ -96,7 +98,9 @@ def read_file(path: Path) -> tuple[FileHeader, dict[str, torch.Tensor]]:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             if METADATA_KEY not in metadata:
-                raise BadCapture(f"{path}: no metadata key {METADATA_KEY!r}, so it is no capture", hint="mlactl diff compares plain safetensors files")
+                raise BadCapture(
+                    f"{path}: no metadata key {METADATA_KEY!r}, so it is no capture", hint="mlactl diff compares plain safetensors files"
+                )
             header = parse(metadata[METADATA_KEY], str(path))
             names = set(file.keys())
             if names != set(header.tensors):
@@ -119,7 +123,9 @@ def _check_tensor(path: Path, name: str, tensor: torch.Tensor, declared: TensorF
         raise BadCapture(f"{path}: {name} is {list(tensor.shape)}, declared as {list(declared.stored_shape)}")
     digest = tensor_digest(tensor)
     if digest != declared.sha256:
-        raise BadCapture(f"{path}: {name} has digest {digest[:16]}…, declared is {declared.sha256[:16]}…", hint="the file was changed after it was written")
+        raise BadCapture(
+            f"{path}: {name} has digest {digest[:16]}…, declared is {declared.sha256[:16]}…", hint="the file was changed after it was written"
+        )
 
 
 def append_status(folder: Path, fields: Mapping[str, Any]) -> None:

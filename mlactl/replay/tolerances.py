@@ -40,7 +40,15 @@ class Tolerance:
 
     def as_json(self) -> dict[str, Any]:
         """All of its fields by name."""
-        return {"name": self.name, "atol": self.atol, "rtol": self.rtol, "row": self.row, "cosine": self.cosine, "norm": self.norm, "reason": self.reason}
+        return {
+            "name": self.name,
+            "atol": self.atol,
+            "rtol": self.rtol,
+            "row": self.row,
+            "cosine": self.cosine,
+            "norm": self.norm,
+            "reason": self.reason,
+        }
 
 
 @functools.cache
@@ -90,4 +98,6 @@ def overridden(base: Tolerance, *, atol: float | None = None, rtol: float | None
     if not given:
         return base
     # Whoever sets one value wants that one, not the largest of it and the defaults.
-    return replace(base, name="command line", reason="given on the command line", atol=atol or 0.0, rtol=rtol or 0.0, row=row or 0.0, cosine=None, norm=None)
+    return replace(
+        base, name="command line", reason="given on the command line", atol=atol or 0.0, rtol=rtol or 0.0, row=row or 0.0, cosine=None, norm=None
+    )
