@@ -149,13 +149,16 @@ def _read_elf(data: bytes, at: int, part: str) -> _Elf:
     room = len(data) - at
     if room < _HEADER.size or data[at : at + 4] != ELF_MAGIC:
         raise BadElf(f"no ELF: {room} bytes that start with {data[at : at + 4].hex() or 'nothing'}", part)
-    ident, kind, machine, _, _, _, table, flags, _, _, _, entry, count, names_index = _HEADER.unpack_from(data, at)
+    ident, kind, machine, _, _, segments, table, flags, _, segment, segment_count, entry, count, names_index = _HEADER.unpack_from(data, at)
     if ident[4:6] != b"\x02\x01":
         raise BadElf("not a 64-bit little-endian ELF", part)
     if entry != _SECTION.size or not 0 < count <= MAX_SECTIONS or table + count * entry > room or names_index >= count:
         raise BadElf(f"its section table ({count} entries of {entry} bytes at {table}) does not fit {room} bytes: cut short or damaged", part)
     sections = tuple(map(_Section._make, _SECTION.iter_unpack(memoryview(data)[at + table : at + table + count * entry])))
-    end = table + count * entry
+    # A cubin has its program headers last.
+    end = max(table + count * entry, segments + segment_count * segment)
+    if end > room:
+        raise BadElf(f"its program headers end at byte {end} of {room}: cut short or damaged", part)
     for section in sections:
         if section.kind not in (0, SHT_NOBITS):
             if section.offset + section.size > room:

@@ -40,7 +40,7 @@ class Status(StrEnum):
     QUARANTINED = "quarantined"
 
 
-class Entry(msgspec.Struct, frozen=True):
+class Entry(msgspec.Struct, frozen=True, gc=False):
     """One entry of one layer, or a temporary that a writer left or is writing (`residue` is its name in the bucket).
 
     `detail` says what is wrong when `status` is not ok. `object_bytes` is the size on disk; `last_used` the manifest's

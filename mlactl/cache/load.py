@@ -25,7 +25,12 @@ def read_verified(entry: Entry) -> VerifiedObject:
     LockBusy when somebody keeps rewriting it. A layer whose lock cannot be opened is read without one.
     """
     lease = _lease(entry)
-    manifest, data = read_checked(entry)
+    try:
+        manifest, data = read_checked(entry)
+    except BaseException:
+        if lease is not None:
+            lease.close()  # not left to the traceback's frames: the entry is about to be rebuilt
+        raise
     touch(entry)
     return VerifiedObject(manifest.key, manifest.symbol, manifest.toolchain.flavour, data, str(entry.object_path), lease)
 

@@ -24,6 +24,10 @@ MAX_BYTES = 1 << 20
 """A manifest has 1 to 3 KB; what is larger than this is not read."""
 
 
+MAX_OBJECT_BYTES = 1 << 30
+"""Objects have about 100 KB; a size beyond this is damage, and is not read into memory to find out."""
+
+
 class BadManifest(MlactlError):
     """Bytes that are not a manifest of this release; `reason` says what is wrong with them."""
 
@@ -32,7 +36,7 @@ class BadManifest(MlactlError):
         self.reason = reason
 
 
-class KernelResources(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class KernelResources(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
     """What one device kernel of the object takes, read from the embedded cubin; sizes in bytes.
 
     `dynamic_smem_bytes` is None where the machine code does not say.
@@ -45,7 +49,7 @@ class KernelResources(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dynamic_smem_bytes: int | None = None
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+class Manifest(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """One entry's description; `parse` guarantees that `key` is the key of `key_inputs()`.
 
     `object_sha256` and `object_bytes` are of the linked object, `code_sha256` of the exported object before linking.
@@ -80,19 +84,19 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.json.decode(dump(self), type=dict[str, object])
 
 
-class _WireSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _WireSpec(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
     kernel_id: str
     version: int
     facts: dict[str, bool | int | str]
 
 
-class _WireToolchain(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _WireToolchain(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
     distributions: dict[str, str]
     flavour: Literal["cu12", "cu13"]
     tvm_ffi_abi: str
 
 
-class _Wire(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _Wire(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
     # Alphabetical, so that encoding needs no sort of its own.
     arch: str
     code_sha256: str
@@ -215,7 +219,7 @@ def _first_wrong(wire: _Wire) -> str | None:
         return "object_sha256, code_sha256 or sources_digest is not 64 lower-case hex digits"
     if wire.symbol != symbol_for(wire.key):
         return "symbol is not the key's"
-    if wire.object_bytes <= 0 or not math.isfinite(wire.compile_s) or wire.compile_s < 0:
+    if not 0 < wire.object_bytes <= MAX_OBJECT_BYTES or not math.isfinite(wire.compile_s) or wire.compile_s < 0:
         return "object_bytes or compile_s is out of range"
     if not wire.toolchain.distributions:
         return "toolchain names no distribution"

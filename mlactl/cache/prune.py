@@ -29,7 +29,7 @@ from mlactl.kernels import registry
 from mlactl.kernels.compiler import compile_options
 from mlactl.kernels.spec import ARCHES, CompileSpec
 
-PLAN_VERSION = 1
+SCHEMA_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Kept:
 class PrunePlan:
     """What applying removes from one root. `selection` is how the entries were chosen, `locks` lock files relative to the root."""
 
-    plan_version: int
+    schema_version: int
     root: str
     planned: str
     selection: tuple[str, ...]
@@ -168,7 +168,7 @@ def _plan(
         if files:
             entries.append(PlannedEntry(**listing.as_json(entry), reason=reason, files=files))  # type: ignore[arg-type]
     return PrunePlan(
-        plan_version=PLAN_VERSION,
+        schema_version=SCHEMA_VERSION,
         root=str(layer.path),
         planned=listing.iso_time(now) or "",
         selection=selection,
@@ -274,9 +274,9 @@ def apply(plan: PrunePlan, on_done: Callable[[int], None] = lambda _steps: None)
     What is in use, has changed since the plan or is not recognised stays. Raises Interrupted on Ctrl-C, between two
     entries, saying what was finished, and CannotRun for a plan of another release.
     """
-    if plan.plan_version != PLAN_VERSION:
+    if plan.schema_version != SCHEMA_VERSION:
         raise CannotRun(
-            f"a plan of version {plan.plan_version}, this release applies {PLAN_VERSION}", hint="mlactl cache prune --dry-run makes a new one"
+            f"a plan of version {plan.schema_version}, this release applies {SCHEMA_VERSION}", hint="mlactl cache prune --dry-run makes a new one"
         )
     layer = Layer(Path(plan.root), writable=True)
     done = _Done()

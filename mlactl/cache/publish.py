@@ -124,10 +124,12 @@ def publish_object(
     """
     key, bucket = inputs.key(), layer.bucket(inputs.key())
     manifest = describe_object(inputs, data, layer=layer, code_sha256=code_sha256, linker=linker, compile_s=compile_s, python=python, created=created)
-    # Without this a crash between the renames would leave the old manifest beside the new object.
-    Path(f"{bucket}/{key}.json").unlink(missing_ok=True)
-    _write_and_rename(bucket, key, ".so", data, mode)
-    _write_and_rename(bucket, key, ".json", dump(manifest), mode)
+    with _temporary(bucket, key, data, mode) as written:
+        # Before the object is replaced, so that no crash leaves the old manifest beside the new object.
+        Path(f"{bucket}/{key}.json").unlink(missing_ok=True)
+        os.rename(written, f"{bucket}/{key}.so")  # noqa: PTH104
+    with _temporary(bucket, key, dump(manifest), mode) as written:
+        os.rename(written, f"{bucket}/{key}.json")  # noqa: PTH104
     _sync_folder(bucket)
     entry = read_entry(layer, key)
     assert entry is not None, "the entry's lock is held"
@@ -286,9 +288,11 @@ def _link(linker_path: str, exported: Path, linked: Path, label: str) -> None:
 # ---- writing
 
 
-def _write_and_rename(bucket: str, key: str, suffix: str, data: bytes, mode: int) -> None:
-    temporary = f"{bucket}/{key}.{os.getpid()}-{secrets.token_hex(4)}{TEMP_SUFFIX}"
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+@contextmanager
+def _temporary(bucket: str, key: str, data: bytes, mode: int) -> Iterator[str]:
+    """A private file beside the entry with this content, flushed to disk; it is gone after an error."""
+    path = f"{bucket}/{key}.{os.getpid()}-{secrets.token_hex(4)}{TEMP_SUFFIX}"
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         try:
             left = memoryview(data)
@@ -298,9 +302,9 @@ def _write_and_rename(bucket: str, key: str, suffix: str, data: bytes, mode: int
             os.fsync(fd)
         finally:
             os.close(fd)
-        os.rename(temporary, f"{bucket}/{key}{suffix}")  # noqa: PTH104
+        yield path
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        Path(path).unlink(missing_ok=True)
         raise
 
 

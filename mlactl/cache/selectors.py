@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from mlactl.cache.listing import kernel_matches, seconds_since
 from mlactl.errors import UsageError
-from mlactl.kernels.registry import KERNELS
+from mlactl.kernels import registry
 
 if TYPE_CHECKING:
     from mlactl.cache.store import Entry
@@ -167,7 +167,7 @@ def superseded(entry: Entry) -> str | None:
     if entry.manifest is None:
         return None
     spec = entry.manifest.spec
-    declared = KERNELS.get(spec.kernel_id)
+    declared = registry.KERNELS.get(spec.kernel_id)
     if declared is None or spec.version >= declared.version:
         return None
     return f"version {spec.version} superseded by {declared.version}"

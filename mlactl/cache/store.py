@@ -201,8 +201,13 @@ class Store:
 
 
 def _searched(layer: Layer) -> str:
-    closed = layer.path.exists() and not os.access(layer.folder() if Path(layer.folder()).exists() else layer.path, os.R_OK | os.X_OK)
-    return f"{trust.describe(layer.path)}, which cannot be read" if closed else str(layer.path)
+    try:
+        os.scandir(layer.folder()).close()
+    except PermissionError:
+        return f"{trust.describe(layer.path)}, which cannot be read"
+    except OSError:
+        pass
+    return str(layer.path)
 
 
 def touch(entry: Entry) -> None:

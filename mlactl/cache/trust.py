@@ -59,15 +59,13 @@ def check(path: str | Path, info: os.stat_result, *, sticky_ok: bool = False) ->
 
 
 def describe(path: str | Path) -> str:
-    """`/path (owner alice (uid 1000), mode 0755)` for messages, with the nearest folder above where `path` does not exist."""
+    """`/path (owner alice (uid 1000), mode 0755)` for messages, with the nearest folder above where `path` cannot be looked at."""
     path = Path(path)
     for probe in (path, *path.parents):
         try:
             info = probe.stat()
-        except FileNotFoundError:
-            continue
         except OSError:
-            break
+            continue  # missing, or below a folder that this user may not enter: that folder is the one to name
         what = f"owner {_user(info.st_uid)}, mode {stat.S_IMODE(info.st_mode):04o}"
         return f"{path} ({what})" if probe == path else f"{path} (in {probe}: {what})"
     return str(path)

@@ -20,6 +20,8 @@ from mlactl.ui.output import Mode, Output
 
 scales_app = typer.Typer(help="Write outer-scale files", no_args_is_help=True, rich_markup_mode=None)
 
+# Paths are `readable=False`: typer would stop at the first file it may not read, and the others would go unjudged.
+
 _MIB = 2**20
 _SILENT_BYTES = 32 * _MIB
 """A scan of less is over before a bar could be read."""
@@ -49,19 +51,26 @@ def verify_scales(
     files: Annotated[
         list[Path] | None,
         typer.Argument(
-            metavar="FILE...", help="Outer-scale JSON, *.safetensors, an index, or a checkpoint's folder; default: the profile's scale file"
+            metavar="FILE...",
+            readable=False,
+            help="Outer-scale JSON, *.safetensors, an index, or a checkpoint's folder; default: the profile's scale file",
         ),
     ] = None,
     profile: options.OptionalProfileOption = None,
     against: Annotated[
-        Path | None, typer.Option("--against", metavar="OTHER", help="Compare values with another file; a difference is an error")
+        Path | None, typer.Option("--against", metavar="OTHER", readable=False, help="Compare values with another file; a difference is an error")
     ] = None,
     layers: Annotated[bool, typer.Option("--layers", help="A row for every layer")] = False,
     sha256: Annotated[str | None, typer.Option("--sha256", metavar="DIGEST", help="Refuse a file with another digest")] = None,
     latents: Annotated[
-        Path | None, typer.Option("--latents", metavar="FILE", help="Captured latents, safetensors [tokens, latent_dim] a layer: measure underflow")
+        Path | None,
+        typer.Option(
+            "--latents", metavar="FILE", readable=False, help="Captured latents, safetensors [tokens, latent_dim] a layer: measure underflow"
+        ),
     ] = None,
-    plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw log2 scale by layer (needs the extra mlactl[plot])")] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE.png", readable=False, help="Draw log2 scale by layer (needs the extra mlactl[plot])")
+    ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Warnings fail too")] = False,
     output: options.OutputOption = None,
     json: options.JsonOption = False,
@@ -189,8 +198,8 @@ def _scales() -> None:
 
 @scales_app.command("fit")
 def fit_command(
-    amplitudes: Annotated[Path, typer.Argument(metavar="AMPLITUDES.json", help="max_abs of the normed latent of every layer")],
-    target: Annotated[Path, typer.Option("-o", "--out", metavar="FILE", help="The nvfp4_ds_mla_outer_scale_v1 file to write")],
+    amplitudes: Annotated[Path, typer.Argument(metavar="AMPLITUDES.json", readable=False, help="max_abs of the normed latent of every layer")],
+    target: Annotated[Path, typer.Option("-o", "--out", metavar="FILE", readable=False, help="The nvfp4_ds_mla_outer_scale_v1 file to write")],
     headroom: Annotated[float, typer.Option("--headroom", help="Factor on every max_abs, for latents larger than measured")] = 1.0,
     profile: options.OptionalProfileOption = None,
     force: Annotated[bool, typer.Option("--force", help="Replace FILE when it is there")] = False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -108,6 +109,7 @@ def _compile(out: Output, plan: Plan, profile: str, jobs: int | None, shared: bo
 
     missing = plan.of("missing")
     result = Result((), (), False)
+    started = time.monotonic()
     if missing:
         with out.progress("compiling", len(missing), "kernels") as task:
 
@@ -122,7 +124,7 @@ def _compile(out: Output, plan: Plan, profile: str, jobs: int | None, shared: bo
                 on_start=lambda item: task.describe(f"{item.spec.label()} {item.arch}"),
                 on_outcome=finished,
             )
-    _report_run(out, plan, result)
+    _report_run(out, plan, result, time.monotonic() - started)
     if result.interrupted:
         done = len(result.of("compiled"))
         raise Interrupted(
@@ -136,7 +138,7 @@ def _compile(out: Output, plan: Plan, profile: str, jobs: int | None, shared: bo
         raise typer.Exit(1)
 
 
-def _report_run(out: Output, plan: Plan, result: Result) -> None:
+def _report_run(out: Output, plan: Plan, result: Result, elapsed_s: float) -> None:
     by_item = {outcome.item: outcome for outcome in result.outcomes}
     rows = [_run_row(item, by_item.get(item)) for item in plan.items]
     document = {
@@ -148,12 +150,15 @@ def _report_run(out: Output, plan: Plan, result: Result) -> None:
     ready = [row["key"] for row in rows if row["status"] == "compiled"]
 
     def human() -> None:
-        seconds = sum(outcome.seconds for outcome in result.outcomes)
         present = len(plan.of("present")) + len(result.of("present"))
-        work = f" in {seconds:.1f} s of work" if seconds else ""
-        out.line(
-            f"{len(ready)} compiled{work}, {present} already there, {len(result.of('failed'))} failed, {len(plan.of('not-built'))} not built yet"
+        counts = (
+            (len(ready), f"compiled in {elapsed_s:.1f} s"),
+            (present, "already there"),
+            (len(result.of("failed")), "failed"),
+            (len(result.unfinished), "not reached"),
+            (len(plan.of("not-built")), "not built yet"),
         )
+        out.line(", ".join(f"{count} {what}" for count, what in counts if count))
 
     out.document(document, human, lambda: ready)
     for message, hint in dict.fromkeys((outcome.message, outcome.hint) for outcome in result.of("failed")):

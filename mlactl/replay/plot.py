@@ -73,7 +73,7 @@ def _by_head_and_row(figure: Any, axes: Any, results: Results, actual: torch.Ten
     bar.set_label("largest error / allowed (over 1 fails)")
     axes.set_title("Error by head and row")
     axes.set_xlabel("head")
-    axes.set_ylabel("query row (lines part requests)")
+    axes.set_ylabel("query row (lines part requests)" if results.capture.dense else "query row")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=12))
     axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=16))
     if results.capture.dense:
@@ -110,7 +110,7 @@ def _by_magnitude(axes: Any, actual: torch.Tensor, expected: torch.Tensor, toler
     lowest, highest = float(allowed.min()), float(allowed.max())
     axes.axhspan(lowest, highest, color="grey", alpha=0.25, label=f"allowed: {tolerance.row:g} of a row's maximum, lowest to highest row")
     reach = torch.logspace(float(magnitude[magnitude > 0].min().log10()), float(magnitude.max().log10()), 50, dtype=torch.float64)
-    axes.plot(reach.numpy(), (reach * 2**-9).numpy(), color="black", linewidth=1, linestyle="--", label="a quarter of a bf16 ulp step (2^-9)")
+    axes.plot(reach.numpy(), (reach * 2**-8).numpy(), color="black", linewidth=1, linestyle="--", label="half a bf16 ulp at most (2^-8)")
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_title("Error against magnitude")
@@ -118,5 +118,5 @@ def _by_magnitude(axes: Any, actual: torch.Tensor, expected: torch.Tensor, toler
     axes.set_ylabel("|error|")
     axes.grid(visible=True, alpha=0.3)
     legend = axes.legend(loc="lower right", fontsize=8, framealpha=0.9)
-    for handle in legend.legend_handles:
+    for handle in legend.legend_handles[:-2]:  # faint dots need full colour in the legend
         handle.set_alpha(1)

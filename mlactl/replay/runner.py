@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,7 +34,7 @@ class ReplayOptions:
     device: str = "auto"
     kernel: bool = True
     repeats: int = 3
-    strictness: Strictness = Strictness()
+    strictness: Strictness = field(default_factory=Strictness)
     rows: tuple[int, ...] | None = None
     heads: tuple[int, ...] | None = None
     bisect: bool = False

@@ -53,6 +53,8 @@ def _compare_members(group: str, what: str, members: list[tuple[ModuleScales, tu
 
 def check_use(inventory: Inventory, findings: Findings) -> None:
     """Scale tensors without a weight to scale: a misspelt module, or leftovers of another model."""
+    if not inventory.modules and not inventory.kv:
+        return
     if not any(role in roles for roles in inventory.modules.values() for role in WEIGHTS):
         findings.note("no-weights", "scale tensors only", "the weights beside them", "shapes, and whether a layer uses each scale, were not checked")
         return

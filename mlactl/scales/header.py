@@ -161,8 +161,8 @@ def _tensor(name: str, entry: Any, data_begin: int, data_bytes: int) -> tuple[Te
     begin, end = offsets
     if end > data_bytes:
         raise BadHeader(f"data up to byte {end} of {data_bytes}", "data inside the file: it is cut short or its header lies", name)
-    # A hundred sizes of 2^63 would make a number of megabytes; what is inside the file is at most this many elements.
-    elements = prod(shape) if all(size <= 8 * data_bytes for size in shape) else 8 * data_bytes + 1
+    # Not the product of just any sizes: more elements than the file has bits is a lie, whatever the number.
+    elements = prod(shape) if 0 in shape or all(size <= 8 * data_bytes for size in shape) else 8 * data_bytes + 1
     if elements * bits != (end - begin) * 8:
         raise BadHeader(f"{end - begin} bytes of {dtype} for shape {list(shape)}", f"{-(-elements * bits // 8)} bytes", name)
     return Tensor(name, dtype, tuple(shape), data_begin + begin, end - begin), begin, end

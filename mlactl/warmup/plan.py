@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlactl.cache.load import examine
-from mlactl.cache.store import Hit, Status, Store
+from mlactl.cache.store import Hit, Store
 from mlactl.kernels import registry
 from mlactl.kernels.spec import CompileSpec
 from mlactl.profiles import Profile
@@ -62,10 +61,6 @@ def _item(spec: CompileSpec, arch: str, store: Store) -> Item:
     if reason is not None:
         return Item(spec, arch, None, NOT_BUILT, reason)
     found = store.lookup(spec, arch)
-    if not isinstance(found, Hit):
-        return Item(spec, arch, found.key, MISSING, found.reason)
-    # A lookup believes names and sizes; warmup is what rebuilds an entry whose object is not what its manifest says.
-    entry = examine(found.entry)
-    if entry.status is not Status.OK:
-        return Item(spec, arch, entry.key, MISSING, f"{entry.status}: {entry.detail}" if entry.detail else str(entry.status))
-    return Item(spec, arch, entry.key, PRESENT, None)
+    if isinstance(found, Hit):
+        return Item(spec, arch, found.entry.key, PRESENT, None)
+    return Item(spec, arch, found.key, MISSING, found.reason)

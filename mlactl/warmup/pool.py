@@ -14,11 +14,13 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
+from mlactl.cache.store import Hit, Store
 from mlactl.errors import EnvironmentUnfit
 from mlactl.warmup.plan import Item
 
@@ -74,9 +76,10 @@ def compile_missing(
 ) -> Result:
     """Compiles and publishes `items` in at most `jobs` workers; a failure keeps the others.
 
-    Raises EnvironmentUnfit when a worker finds that this machine cannot compile at all. Ctrl-C stops the workers and
-    comes back as `interrupted`, with what was finished.
+    Raises EnvironmentUnfit when this machine cannot compile at all: no compiler, no linker, or one of another flavour.
+    Ctrl-C stops the workers and comes back as `interrupted`, with what was finished.
     """
+    _require_compiler()
     run = _Run(deque(items), {"cache_dir": cache_dir, "shared": shared}, on_start, on_outcome)
     interrupted = False
     try:
@@ -88,6 +91,15 @@ def compile_missing(
         run.stop()
     done = {outcome.item for outcome in run.outcomes}
     return Result(tuple(run.outcomes), tuple(item for item in items if item not in done), interrupted)
+
+
+def _require_compiler() -> None:
+    """Asks here, in milliseconds, what every worker would otherwise find out after its imports."""
+    from mlactl.cache import publish, toolchain
+
+    if toolchain.current() is None:
+        raise EnvironmentUnfit(f"no compiler here: {toolchain.absence()}", hint="pip install 'nvidia-cutlass-dsl[cu13]==4.8.1'")
+    publish.find_linker()
 
 
 class _Worker:
@@ -205,11 +217,13 @@ class _Run:
     def stop(self) -> None:
         """Ends every worker; those still at work are asked to unwind, then killed. Ctrl-C meanwhile kills at once."""
         for worker in self.workers:
+            _close_stdin(worker)
             if worker.item is not None:
                 worker.process.terminate()
         try:
+            deadline = time.monotonic() + STOP_TIMEOUT_S
             for worker in self.workers:
-                worker.process.wait(timeout=STOP_TIMEOUT_S)
+                worker.process.wait(timeout=max(0.0, deadline - time.monotonic()))
         except (subprocess.TimeoutExpired, KeyboardInterrupt):
             for worker in self.workers:
                 worker.process.kill()
@@ -220,20 +234,29 @@ class _Run:
             self.selector.close()
 
     def _take_last(self, worker: _Worker) -> None:
-        """What a stopped worker had already finished and answered counts."""
+        """What a stopped worker had finished counts; a failure does not, because stopping it makes the compiler fail."""
         if worker.item is None:
             return
         worker.process.wait()
         answer = worker.answer()
-        if not answer.get("died"):
-            self._record(worker.item, answer)
+        if answer["status"] == "failed":
+            # It may have been stopped between publishing and answering.
+            found = Store.open(self.settings["cache_dir"]).lookup(worker.item.spec, worker.item.arch)
+            if not isinstance(found, Hit):
+                return
+            answer = {"status": "compiled", "key": found.entry.key}
+        self._record(worker.item, answer)
+
+
+def _close_stdin(worker: _Worker) -> None:
+    if worker.process.stdin is not None:
+        with contextlib.suppress(BrokenPipeError):
+            worker.process.stdin.close()
 
 
 def _close(worker: _Worker) -> None:
     process = worker.process
-    if process.stdin is not None:
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.close()
+    _close_stdin(worker)
     if process.stdout is not None:
         process.stdout.close()
     process.wait()

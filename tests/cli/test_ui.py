@@ -130,7 +130,7 @@ def test_progress_in_a_log_is_a_first_line_one_now_and_then_and_a_last(monkeypat
         for _ in range(3):
             task.describe("some kernel")
             task.advance()
-    assert it.stderr.splitlines() == ["compiling 3 kernels", "compiling: 2/3 kernels, 0.3 kernels/s", "compiling: 3/3 kernels, 0.4 kernels/s"]
+    assert it.stderr.splitlines() == ["compiling: 0/3 kernels", "compiling: 2/3 kernels, 0.3 kernels/s", "compiling: 3/3 kernels, 0.4 kernels/s"]
     assert it.stdout == ""
 
 

@@ -3,10 +3,10 @@
 import dataclasses
 import json
 import os
-import resource
 import struct
 import subprocess
 import sys
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -552,14 +552,16 @@ def test_truncated_and_lying_headers(tmp_path, kind):
 
 
 def test_a_lying_header_allocates_nothing(tmp_path):
-    """A header that claims 8 EiB, in a sparse file that claims 1 TiB, must not be believed before it is compared."""
+    """A header that claims 512 GiB, in a sparse file of 1 TiB, must not be believed before it is compared."""
     path = tmp_path / "m.safetensors"
-    path.write_bytes(struct.pack("<Q", 2**40) + b"{")
+    path.write_bytes(struct.pack("<Q", 2**39) + b"{")
     os.truncate(path, 2**40)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    tracemalloc.start()
     (found,) = errors(path)
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
     assert found.check == "bad-header"
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 16 * 1024
+    assert peak_bytes < 2**20
 
 
 def test_a_file_that_shrinks_while_it_is_read(tmp_path, monkeypatch):
@@ -589,7 +591,7 @@ def test_weights_are_not_read(tmp_path):
 
 
 def test_memory_stays_bounded(tmp_path):
-    """ru_maxrss of a scan of 1 GiB of block scales in 4 shards, over the same process after its imports."""
+    """Peak of a scan of 1 GiB of block scales in 4 shards, over the same process after its imports."""
     folder = tmp_path / "model"
     folder.mkdir()
     for number in range(4):
@@ -601,15 +603,17 @@ def test_memory_stays_bounded(tmp_path):
         path = folder / f"{number}.safetensors"
         path.write_bytes(struct.pack("<Q", len(text)) + text)
         os.truncate(path, 8 + len(text) + 2**28 + 2**31)
+    # VmHWM and not ru_maxrss: getrusage keeps the peak of the test runner that forked the process.
     code = (
-        "import resource, sys; from pathlib import Path; from mlactl.scales import checkpoint;"
-        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss;"
+        "import sys; from pathlib import Path; from mlactl.scales import checkpoint;"
+        "peak = lambda: int(next(line for line in open('/proc/self/status') if line.startswith('VmHWM')).split()[1]);"
+        "before = peak();"
         f"found, _ = checkpoint.examine(Path({str(folder)!r}));"
         "assert found.block_bytes == 2**30, found.block_bytes;"
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
+        "print(peak() - before)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert int(done.stdout) <= 64 * 1024  # KiB; the promise is 256 MiB
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    assert 0 < int(done.stdout) <= 64 * 1024  # KiB; the promise is 256 MiB
 
 
 # ---- profiles, comparison, recognition

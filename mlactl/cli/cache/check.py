@@ -10,7 +10,7 @@ from mlactl.cli import options
 from mlactl.cli.cache import rendering
 from mlactl.cli.cache.rendering import counted
 from mlactl.errors import EnvironmentUnfit, UsageError
-from mlactl.ui.output import Column, Mode, Output
+from mlactl.ui.output import Mode, Output
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -110,8 +110,11 @@ def _report_human(out: Output, report: Report, repairs: Sequence[RepairOutcome],
     for item in repairs:
         said = f": {item.reason}" if item.reason else ""
         out.line(f"{item.entry.key[: rendering.SHORT_KEY]} {item.entry.status}, {item.outcome}{said}")
-    if bad and not repairs:
-        out.table(_BAD_COLUMNS, bad)
+    for entry in bad if not repairs else ():
+        what = f"{entry.manifest.spec.label()} for {entry.manifest.arch}" if entry.manifest else ""
+        out.line(f"{entry.key[: rendering.SHORT_KEY]} {entry.status} {what}".rstrip())
+        out.line(f"  {entry.detail or 'nothing more is known'}")
+        out.line(f"  {entry.object_path}")
     for compared in reproductions:
         if compared.result != "same":
             out.line(f"{compared.entry.key[: rendering.SHORT_KEY]} {compared.result}: {compared.reason}")
@@ -124,13 +127,3 @@ def _report_human(out: Output, report: Report, repairs: Sequence[RepairOutcome],
         words = " ".join(f"--status {status}" for status in sorted({entry.status for entry in bad}))
         rebuild = "" if repairs else "mlactl cache verify --repair rebuilds what this install can build; "
         out.hint(f"{rebuild}mlactl cache prune {words} --dry-run shows what would go")
-
-
-_BAD_COLUMNS = (
-    Column("key", lambda entry: entry.key[: rendering.SHORT_KEY]),
-    Column("status", lambda entry: str(entry.status)),
-    Column("kernel", rendering.kernel_cell),
-    Column("arch", lambda entry: entry.manifest.arch if entry.manifest else "-"),
-    Column("what was found", lambda entry: entry.detail or "-"),
-    Column("path", lambda entry: str(entry.object_path)),
-)

@@ -92,8 +92,8 @@ def entry_columns(entries: Sequence[Entry]) -> tuple[Column, ...]:
 
 
 def kernel_cell(entry: Entry) -> str:
-    """The kernel id, or the name of what a writer left behind."""
-    return entry.manifest.spec.kernel_id if entry.manifest else entry.residue or "-"
+    """The kernel id, or the end of the name of what a writer left behind."""
+    return entry.manifest.spec.kernel_id if entry.manifest else entry.residue.removeprefix(entry.key) or "-"
 
 
 def facts_text(facts: dict[str, Any]) -> str:

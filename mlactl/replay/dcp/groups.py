@@ -102,7 +102,8 @@ def compare_merged(group: Group, output: torch.Tensor, lse: torch.Tensor, option
     whole = unsharded(group.shards)
     reference = oracle.reference(whole, options.reference, device=options.device)
     call, parallel = whole.call, group.shards[0].call.parallel
-    comparisons = result_comparisons(call.record, call.mode, (output, reference[0]), (lse, reference[1]), call_axes(whole), options.strictness, merged=True)
+    results = (output, reference[0]), (lse, reference[1])
+    comparisons = result_comparisons(call.record, call.mode, *results, call_axes(whole), options.strictness, merged=True)
     pair = Pair(how, f"unsharded reference {options.reference}", comparisons)
     faults = length_faults(group.shards)
     names = " ".join(str(shard.path or shard.name) for shard in group.shards)
