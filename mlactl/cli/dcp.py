@@ -26,11 +26,12 @@ def dcp(
     Rank 0 reports. Exit codes: 0 match; 1 mismatch; 2 no group, or ranks that do not fit it.
     """
     from mlactl.cli.replay import render
+    from mlactl.opening import open_runtime
     from mlactl.replay.dcp.ranks import run_ranks
     from mlactl.replay.runner import ReplayOptions
 
     out = options.make_output(output, json, quiet)
-    report = run_ranks(captures, ReplayOptions(reference=reference, device=device, kernel=not no_kernel, cache_dir=cache_dir))
+    report = run_ranks(captures, ReplayOptions(reference=reference, device=device, kernel=not no_kernel, cache_dir=cache_dir, opener=open_runtime))
     if report is None:
         return 0
     render(out, report, None)

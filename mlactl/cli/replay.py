@@ -35,6 +35,10 @@ def replay(
     ] = None,
     junit: options.JunitOption = None,
     save: Annotated[Path | None, typer.Option("--save", metavar="DIR", help="Write every result as safetensors, for mlactl diff")] = None,
+    import_flashinfer: Annotated[
+        Path | None,
+        typer.Option("--import-flashinfer", metavar="DIR", help="CAPTURE... are FlashInfer API dumps: write captures to DIR, replay those"),
+    ] = None,
     jobs: Annotated[int, typer.Option("--jobs", "-j", help="Captures replayed at once")] = 1,
     fail_fast: Annotated[bool, typer.Option("--fail-fast", help="Stop after the first capture that does not match")] = False,
     cache_dir: options.CacheDirOption = None,
@@ -47,6 +51,7 @@ def replay(
     Captures of all ranks of a DCP call are merged by LSE as well and compared with the unsharded reference. Quiet output
     is the names that do not match, one a line. Exit codes: 0 match; 1 mismatch; 2 nothing compared, or a malformed capture.
     """
+    from mlactl.opening import open_runtime
     from mlactl.replay.capture import find
     from mlactl.replay.results import Strictness
     from mlactl.replay.runner import REFERENCES, ReplayOptions
@@ -59,6 +64,8 @@ def replay(
         from mlactl.replay.plot import require
 
         require(plot)
+    if import_flashinfer is not None:
+        captures = _import(out, captures, import_flashinfer)
     paths = find(captures)
     asked = ReplayOptions(
         reference=reference,
@@ -72,6 +79,7 @@ def replay(
         smallest=smallest,
         save=save,
         cache_dir=cache_dir,
+        opener=open_runtime,
     )
     with out.progress("replaying", len(paths), "captures") as task:
 
@@ -84,6 +92,26 @@ def replay(
     if plot is not None:
         _plot(out, plot, paths, asked, report)
     return report.exit_code
+
+
+def _import(out: Output, dumps: list[Path], target: Path) -> list[Path]:
+    """Captures made of FlashInfer dumps; raises NothingCompared where none could be made."""
+    from mlactl.replay.errors import NothingCompared
+    from mlactl.replay.importers.flashinfer import import_dumps
+
+    written: list[Path] = []
+    refused: list[tuple[str, str]] = []
+    for source in dumps:
+        found = import_dumps(source, target)
+        written += found.written
+        refused += found.refused
+        out.note(f"{source}: {len(found.written)} captures written to {target}, {len(found.refused)} refused, {found.ignored} other calls")
+    for name, why in refused:
+        out.warn(f"{name} was not imported: {why}")
+    if not written:
+        why = refused[0][1] if refused else "they hold no MLA decode call"
+        raise NothingCompared(f"no capture could be made of the dumps: {why}", hint="mlactl replay --help names the calls that are imported")
+    return written
 
 
 def render(out: Output, report: Report, junit: Path | None) -> None:

@@ -53,7 +53,7 @@ class SparsePolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CallHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Everything about a call but its tensors' values. `splits` is None where the launch did not say how many it used."""
+    """Everything about a call but its tensors' values. `splits` and `layer` are None where nobody said."""
 
     kernel_id: str
     kernel_version: int
@@ -71,6 +71,7 @@ class CallHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     sparse: SparsePolicy | None = None
     splits: int | None = None
     profile: str | None = None
+    layer: int | None = None
     parallel: Parallel = Parallel()
 
     @property

@@ -67,11 +67,15 @@ class _Token:
 class Recorder:
     """Implements the kernels' CallRecorder over one folder. A folder that cannot be written stops recording with a warning, never a launch."""
 
-    def __init__(self, folder: Path, *, limits: Limits | None = None, profile: str | None = None, parallel: Parallel | None = None) -> None:
+    def __init__(
+        self, folder: Path, *, limits: Limits | None = None, profile: str | None = None, parallel: Parallel | None = None, layers: int | None = None
+    ) -> None:
         self.folder = folder
         self.limits = limits or Limits()
         self.profile = profile
         self.parallel = parallel or Parallel()
+        self.layers = layers
+        self.calls = 0
         self.count = 0
         self.written_bytes = 0
         self.failed: str | None = None
@@ -90,9 +94,11 @@ class Recorder:
                 "a call cannot be recorded while a CUDA graph is being captured: its tensors hold no call yet",
                 hint="capture the graph outside mlactl.capture, then recorder.snapshot(binding) after a replay",
             )
+        number, self.calls = self.calls, self.calls + 1
         if self.failed is not None or self.count >= self.limits.max_count:
             return None
-        described = describe(call, self.profile, self.parallel)
+        # A model calls its layers in order, one launch each; only then does the number of a call tell its layer.
+        described = describe(call, self.profile, self.parallel, None if self.layers is None else number % self.layers)
         if not self.limits.wants(f"{described.call.kernel_id}:{described.call.mode}"):
             return None
         if self.written_bytes + described.total_bytes > self.limits.max_bytes:
@@ -168,9 +174,14 @@ def capture(
     exclude: Sequence[str] = (),
     profile: str | None = None,
     parallel: Parallel | None = None,
+    layers: int | None = None,
 ) -> Iterator[Recorder]:
-    """Records every call launched inside the block into `folder`; whatever recorded before does so again afterwards."""
-    made = Recorder(Path(folder), limits=Limits(max_count, max_bytes, tuple(include), tuple(exclude)), profile=profile, parallel=parallel)
+    """Records every call launched inside the block into `folder`; whatever recorded before does so again afterwards.
+
+    `layers`: the block runs a model that launches once for each of that many layers, in order; captures then name their layer.
+    """
+    limits = Limits(max_count, max_bytes, tuple(include), tuple(exclude))
+    made = Recorder(Path(folder), limits=limits, profile=profile, parallel=parallel, layers=layers)
     previous = runtime.record_with(made)
     try:
         yield made
@@ -181,7 +192,7 @@ def capture(
 def from_environment(environ: Mapping[str, str] = os.environ) -> Recorder | None:
     """The recorder that MLACTL_CAPTURE_DIR asks for, None where it is not set.
 
-    MLACTL_CAPTURE_MAX_COUNT, _MAX_BYTES, _INCLUDE and _EXCLUDE (patterns separated by commas), _PROFILE, and _PARALLEL
+    MLACTL_CAPTURE_MAX_COUNT, _MAX_BYTES, _LAYERS, _INCLUDE and _EXCLUDE (patterns separated by commas), _PROFILE, and _PARALLEL
     (`tp=RANK/WORLD,dcp=RANK/WORLD,interleave=N`) refine it. Raises UsageError for a value that does not parse.
     """
     folder = environ.get(DIRECTORY)
@@ -194,7 +205,11 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> Recorder | None
         _patterns(environ, "MLACTL_CAPTURE_EXCLUDE"),
     )
     return Recorder(
-        Path(folder), limits=limits, profile=environ.get("MLACTL_CAPTURE_PROFILE"), parallel=_parallel(environ.get("MLACTL_CAPTURE_PARALLEL", ""))
+        Path(folder),
+        limits=limits,
+        profile=environ.get("MLACTL_CAPTURE_PROFILE"),
+        parallel=_parallel(environ.get("MLACTL_CAPTURE_PARALLEL", "")),
+        layers=_whole(environ, "MLACTL_CAPTURE_LAYERS", 0) or None,
     )
 
 

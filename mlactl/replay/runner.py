@@ -28,7 +28,10 @@ REFERENCES = ("fp32", "fp64")
 
 @dataclass(frozen=True, slots=True)
 class ReplayOptions:
-    """What a person asked for. `rows` and `heads` restrict the comparison; `save` is the folder results are written to."""
+    """What a person asked for. `rows` and `heads` restrict the comparison; `save` is the folder results are written to.
+
+    `opener` gives the kernels' runtime its objects (`mlactl.opening.open_runtime`); None where the caller did.
+    """
 
     reference: str = "fp32"
     device: str = "auto"
@@ -41,6 +44,7 @@ class ReplayOptions:
     smallest: Path | None = None
     save: Path | None = None
     cache_dir: str | None = None
+    opener: Callable[..., object] | None = None
     threads: int | None = None
 
 
@@ -106,7 +110,7 @@ def compute(capture: Capture, options: ReplayOptions) -> Results:
     heads = _selected("head", options.heads, capture.heads) if options.heads is not None else None
     reference = oracle.reference(capture, options.reference, device=options.device, rows=rows if options.rows is not None else None)
     kernel = (
-        run_kernel(capture, cache_dir=options.cache_dir, repeats=options.repeats)
+        run_kernel(capture, cache_dir=options.cache_dir, opener=options.opener, repeats=options.repeats)
         if options.kernel
         else KernelResult(reason="the kernel was not asked for")
     )
@@ -190,8 +194,31 @@ def _bisect(results: Results, options: ReplayOptions, wrong: Pair) -> Bisection:
     from mlactl.replay import bisect
 
     if wrong.left == "kernel":
-        return bisect.shrink_kernel(results.capture, options)
+        return _shrink(results.capture, options)
     return bisect.explain(results.capture, results.rows, options.heads, results.captured, results.reference)
+
+
+def _shrink(capture: Capture, options: ReplayOptions) -> Bisection:
+    """Makes the input smaller while the kernel still fails, and writes what is left with the kernel's result."""
+    from mlactl.replay.shrink import shrink
+
+    def run(item: Capture) -> KernelResult:
+        return run_kernel(item, cache_dir=options.cache_dir, opener=options.opener, repeats=1)
+
+    def fails(item: Capture) -> bool:
+        found = run(item)
+        if found.output is None or found.lse is None:
+            return False
+        reference = oracle.reference(item, options.reference, device=options.device)
+        pairs = (found.output, reference[0]), (found.lse, reference[1])
+        return not all(one.matches for one in result_comparisons(item.call.record, item.call.mode, *pairs, call_axes(item), options.strictness))
+
+    smallest, steps = shrink(capture, fails)
+    result = run(smallest)
+    folder = options.smallest or Path("smallest-captures")
+    path = captures.save(smallest.with_result(result.output, result.lse), folder, f"{capture.name}-smallest")
+    what = f"{len(smallest.boundaries) - 1} requests, {smallest.rows} rows, {smallest.heads} heads, {len(smallest.tensors['kv_cache'])} pages"
+    return Bisection(f"the smallest input that still fails has {what}", smallest=str(path), steps=steps)
 
 
 def save_results(results: Results, folder: Path) -> Path:

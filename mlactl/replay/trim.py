@@ -29,17 +29,17 @@ class Described:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
 
-def describe(call: Any, profile: str | None, parallel: Parallel) -> Described:
+def describe(call: Any, profile: str | None, parallel: Parallel, layer: int | None = None) -> Described:
     """Reads a binding of the kernels (its `plan` and `tensors`). Raises NotBuiltYet for a kind of call that captures do not know."""
     tensors = call.tensors
     if hasattr(tensors, "page_table"):
-        return _dense(call, tensors, profile, parallel)
+        return _dense(call, tensors, profile, parallel, layer)
     if hasattr(tensors, "indices"):
-        return _selected(call, tensors, profile, parallel)
+        return _selected(call, tensors, profile, parallel, layer)
     raise NotBuiltYet(f"calls of {type(call).__name__} are not recorded yet")
 
 
-def _header(call: Any, tensors: Any, mode: str, page_size: int, profile: str | None, parallel: Parallel) -> CallHeader:
+def _header(call: Any, tensors: Any, mode: str, page_size: int, profile: str | None, parallel: Parallel, layer: int | None) -> CallHeader:
     spec = call.plan.forward
     record = str(spec.fact("record"))
     return CallHeader(
@@ -58,10 +58,11 @@ def _header(call: Any, tensors: Any, mode: str, page_size: int, profile: str | N
         window=getattr(call.plan.caps, "window", None) or None,
         profile=profile,
         parallel=parallel,
+        layer=layer,
     )
 
 
-def _dense(call: Any, tensors: Any, profile: str | None, parallel: Parallel) -> Described:
+def _dense(call: Any, tensors: Any, profile: str | None, parallel: Parallel, layer: int | None) -> Described:
     import torch
 
     caps = call.plan.caps
@@ -73,7 +74,7 @@ def _dense(call: Any, tensors: Any, profile: str | None, parallel: Parallel) -> 
     rows = int(starts[-1])
     width = int(call.plan.forward.fact("width"))
     size = int(tensors.kv_cache.shape[1])
-    header = _header(call, tensors, caps.mode, size, profile, parallel)
+    header = _header(call, tensors, caps.mode, size, profile, parallel, layer)
     own = getattr(tensors, "query_cache_seqlens", None)
     stored = {
         "q": tensors.q[:rows].detach().cpu().contiguous(),
@@ -86,7 +87,7 @@ def _dense(call: Any, tensors: Any, profile: str | None, parallel: Parallel) -> 
     touched = torch.zeros(table.shape, dtype=torch.bool)
     for request, (first, last) in enumerate(_touched(lengths.tolist(), starts.tolist(), stored.get("query_cache_seqlens"), header.window)):
         touched[request, first // size : -(-last // size)] = True
-    stored |= _pages(tensors.kv_cache, table, touched, width)
+    stored |= pages_of(tensors.kv_cache, table, touched, width)
     originals = {"q": tensors.q, "kv_cache": tensors.kv_cache, "page_table": tensors.page_table, "cache_seqlens": tensors.cache_seqlens}
     originals |= {name: value for name, value in (("cu_seqlens_q", tensors.cu_seqlens_q), ("query_cache_seqlens", own)) if value is not None}
     return Described(header, stored, {name: fact(tensor, originals.get(name)) for name, tensor in stored.items()})
@@ -104,7 +105,7 @@ def _touched(lengths: list[int], starts: list[int], own: torch.Tensor | None, wi
     return spans
 
 
-def _pages(cache: torch.Tensor, table: torch.Tensor, touched: torch.Tensor, width: int) -> dict[str, torch.Tensor]:
+def pages_of(cache: torch.Tensor, table: torch.Tensor, touched: torch.Tensor, width: int) -> dict[str, torch.Tensor]:
     """The touched pages, their original ids in rising order, and the table in terms of them; -1 where nothing is read."""
     import torch
 
@@ -114,12 +115,12 @@ def _pages(cache: torch.Tensor, table: torch.Tensor, touched: torch.Tensor, widt
     return {"kv_cache": pages, "page_ids": ids, "page_table": renumbered}
 
 
-def _selected(call: Any, tensors: Any, profile: str | None, parallel: Parallel) -> Described:
+def _selected(call: Any, tensors: Any, profile: str | None, parallel: Parallel, layer: int | None) -> Described:
     import torch
 
     size = int(tensors.kv_cache.shape[1])
     mode = str(getattr(call.plan.caps, "mode", "decode"))
-    header = _header(call, tensors, mode, size, profile, parallel)
+    header = _header(call, tensors, mode, size, profile, parallel, layer)
     indices, lengths = tensors.indices.detach().cpu(), tensors.lengths.detach().cpu().to(torch.int32)
     columns = torch.arange(indices.shape[1])
     live = (columns[None, :] < lengths[:, None]) & (indices >= 0)

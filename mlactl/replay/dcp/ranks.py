@@ -96,7 +96,7 @@ def _attend(shard: Capture, options: ReplayOptions, device: str) -> tuple[torch.
     import torch
 
     if options.kernel and device != "cpu":
-        found = run_kernel(shard, cache_dir=options.cache_dir, repeats=1)
+        found = run_kernel(shard, cache_dir=options.cache_dir, opener=options.opener, repeats=1)
         if found.output is not None and found.lse is not None:
             return found.output, found.lse
     output, lse = oracle.reference(shard, options.reference, device="cpu" if device == "cpu" else "cuda")
