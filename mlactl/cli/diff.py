@@ -12,8 +12,11 @@ from mlactl.cli.replay import render
 
 
 def diff(
-    a: Annotated[Path, typer.Argument(metavar="A", help="The file that is judged: a capture, .safetensors or .pt tensors, or a folder of captures")],
-    b: Annotated[Path, typer.Argument(metavar="B", help="The file taken as right")],
+    a: Annotated[
+        Path,
+        typer.Argument(metavar="A", readable=False, help="The file that is judged: a capture, .safetensors or .pt tensors, or a folder of captures"),
+    ],
+    b: Annotated[Path, typer.Argument(metavar="B", readable=False, help="The file taken as right")],
     atol: options.AtolOption = None,
     rtol: options.RtolOption = None,
     row_tolerance: options.RowToleranceOption = None,

@@ -82,7 +82,7 @@ AtolOption = Annotated[float | None, typer.Option("--atol", help="Absolute toler
 RtolOption = Annotated[float | None, typer.Option("--rtol", help="Relative tolerance of an element, instead of the table's")]
 RowToleranceOption = Annotated[float | None, typer.Option("--row-tol", help="Tolerance as a share of a row's maximum, instead of the table's")]
 AllowNanOption = Annotated[bool, typer.Option("--allow-nan", help="NaN against NaN passes")]
-JunitOption = Annotated[Path | None, typer.Option("--junit", metavar="FILE.xml", help="Write the report as JUnit XML too")]
+JunitOption = Annotated[Path | None, typer.Option("--junit", metavar="FILE.xml", readable=False, help="Write the report as JUnit XML too")]
 AllOption = Annotated[bool, typer.Option("--all", help="Every row, as plain lines")]
 
 

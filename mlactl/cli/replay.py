@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def replay(
-    captures: Annotated[list[Path], typer.Argument(metavar="CAPTURE...", help="Captures, or folders of them")],
+    captures: Annotated[list[Path], typer.Argument(metavar="CAPTURE...", readable=False, help="Captures, or folders of them")],
     reference: Annotated[str, typer.Option("--reference", metavar="fp32|fp64", help="Accumulation of the reference")] = "fp32",
     device: Annotated[str, typer.Option("--device", metavar="auto|cpu|cuda", help="Where the reference runs")] = "auto",
     no_kernel: Annotated[bool, typer.Option("--no-kernel", help="Do not run the kernel, even where the card fits")] = False,
@@ -29,15 +29,22 @@ def replay(
     row_tolerance: options.RowToleranceOption = None,
     allow_nan: options.AllowNanOption = False,
     bisect: Annotated[bool, typer.Option("--bisect", help="Explain a wrong output, or find the smallest input that still fails")] = False,
-    smallest: Annotated[Path | None, typer.Option("--smallest", metavar="DIR", help="Where --bisect writes the smallest failing capture")] = None,
+    smallest: Annotated[
+        Path | None, typer.Option("--smallest", metavar="DIR", readable=False, help="Where --bisect writes the smallest failing capture")
+    ] = None,
     plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw error by head and row, and against magnitude (mlactl[plot])")
+        Path | None,
+        typer.Option("--plot", metavar="FILE.png", readable=False, help="Draw error by head and row, and against magnitude (mlactl[plot])"),
     ] = None,
     junit: options.JunitOption = None,
-    save: Annotated[Path | None, typer.Option("--save", metavar="DIR", help="Write every result as safetensors, for mlactl diff")] = None,
+    save: Annotated[
+        Path | None, typer.Option("--save", metavar="DIR", readable=False, help="Write every result as safetensors, for mlactl diff")
+    ] = None,
     import_flashinfer: Annotated[
         Path | None,
-        typer.Option("--import-flashinfer", metavar="DIR", help="CAPTURE... are FlashInfer API dumps: write captures to DIR, replay those"),
+        typer.Option(
+            "--import-flashinfer", metavar="DIR", readable=False, help="CAPTURE... are FlashInfer API dumps: write captures to DIR, replay those"
+        ),
     ] = None,
     jobs: Annotated[int, typer.Option("--jobs", "-j", help="Captures replayed at once")] = 1,
     fail_fast: Annotated[bool, typer.Option("--fail-fast", help="Stop after the first capture that does not match")] = False,
