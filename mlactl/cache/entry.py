@@ -90,15 +90,21 @@ def read_entry(layer: Layer, key: str) -> Entry | None:
     return shallow(layer, bucket, key, manifest=manifest, quarantined=quarantined)
 
 
-def shallow(layer: Layer, bucket: str, key: str, *, manifest: bool, quarantined: bool) -> Entry:
-    """The entry by name, size and manifest, given which of its files a listing of the bucket showed."""
+def shallow(layer: Layer, bucket: str, key: str, *, manifest: bool, quarantined: bool) -> Entry | None:
+    """The entry by name, size and manifest, given which of its files a listing of the bucket showed; None when it is gone by now."""
     object_bytes, problem = _object_size(f"{bucket}/{key}.so")
-    if quarantined:
-        found, _, last_used = _read_manifest(f"{bucket}/{key}.quarantined", key)
-        return Entry(key, layer, found, Status.QUARANTINED, "set aside: mlactl cache show says why", object_bytes, last_used)
+    try:
+        if quarantined:
+            found, _, last_used = _read_manifest(f"{bucket}/{key}.quarantined", key)
+            return Entry(key, layer, found, Status.QUARANTINED, "set aside: mlactl cache show says why", object_bytes, last_used)
+        if manifest:
+            found, wrong, last_used = _read_manifest(f"{bucket}/{key}.json", key)
+    except FileNotFoundError:  # removed since the listing, the manifest first
+        manifest = False
     if not manifest:
+        if object_bytes is None and not os.path.lexists(f"{bucket}/{key}.so"):
+            return None
         return Entry(key, layer, None, Status.NO_MANIFEST, "an object that was never committed, or whose manifest was removed", object_bytes)
-    found, wrong, last_used = _read_manifest(f"{bucket}/{key}.json", key)
     if found is None:
         return Entry(key, layer, None, Status.BAD_MANIFEST, wrong, object_bytes, last_used)
     if object_bytes is None:
@@ -187,7 +193,7 @@ def _restate(entry: Entry, status: Status, detail: str) -> Entry:
 
 
 def _read_manifest(path: str, key: str) -> tuple[Manifest | None, str, float | None]:
-    """The manifest, or None and what is wrong with it; and the file's modification time."""
+    """The manifest, or None and what is wrong with it; and the file's modification time. Raises FileNotFoundError."""
     try:
         fd = os.open(path, _READ_FLAGS)
         try:
@@ -195,6 +201,8 @@ def _read_manifest(path: str, key: str) -> tuple[Manifest | None, str, float | N
             data = os.read(fd, min(info.st_size, MAX_BYTES) + 1)  # not MAX_BYTES: allocating that costs more than the read
         finally:
             os.close(fd)
+    except FileNotFoundError:
+        raise
     except OSError as error:
         return None, _why(error), None
     last_used = info.st_mtime if info.st_mtime > 0 else None

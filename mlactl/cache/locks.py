@@ -10,8 +10,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import random
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -79,9 +77,9 @@ class Lease:
 
 
 @contextmanager
-def entry_lock(layer: Layer, key: str, *, exclusive: bool, wait_s: float, mode: int = 0o600) -> Iterator[Lease]:
+def entry_lock(layer: Layer, key: str, *, exclusive: bool, wait_s: float) -> Iterator[Lease]:
     """Holds an entry's lock for a block; see `acquire_entry`."""
-    lease = acquire_entry(layer, key, exclusive=exclusive, wait_s=wait_s, mode=mode)
+    lease = acquire_entry(layer, key, exclusive=exclusive, wait_s=wait_s)
     try:
         yield lease
     finally:
@@ -89,9 +87,9 @@ def entry_lock(layer: Layer, key: str, *, exclusive: bool, wait_s: float, mode: 
 
 
 @contextmanager
-def root_lock(layer: Layer, *, exclusive: bool = True, wait_s: float = 0.0, mode: int = 0o600) -> Iterator[Lease]:
+def root_lock(layer: Layer, *, exclusive: bool = True, wait_s: float = 0.0) -> Iterator[Lease]:
     """Holds the lock of the whole root for a block; exclusively it means that no entry is locked by anybody."""
-    lease = acquire_root(layer, exclusive=exclusive, wait_s=wait_s, mode=mode)
+    lease = acquire_root(layer, exclusive=exclusive, wait_s=wait_s)
     try:
         yield lease
     finally:
@@ -120,15 +118,15 @@ def lock_files(layer: Layer) -> list[str]:
     return sorted(found)
 
 
-def acquire_entry(layer: Layer, key: str, *, exclusive: bool, wait_s: float, mode: int = 0o600) -> Lease:
+def acquire_entry(layer: Layer, key: str, *, exclusive: bool, wait_s: float) -> Lease:
     """Takes an entry's lock, creating the lock file if need be; the holder of an exclusive one is written into it.
 
     Raises LockBusy naming the lock and its holder when it is not free within `wait_s`, at once when only readers hold
     it (they keep it until their processes end), and OSError when the lock file cannot be opened.
     """
-    root = acquire_root(layer, exclusive=False, wait_s=wait_s, mode=mode)
+    root = acquire_root(layer, exclusive=False, wait_s=wait_s)
     try:
-        lease = _acquire(entry_lock_path(layer, key), exclusive=exclusive, wait_s=wait_s, mode=mode)
+        lease = _acquire(entry_lock_path(layer, key), exclusive=exclusive, wait_s=wait_s)
     except BaseException:
         root.close()
         raise
@@ -136,9 +134,9 @@ def acquire_entry(layer: Layer, key: str, *, exclusive: bool, wait_s: float, mod
     return lease
 
 
-def acquire_root(layer: Layer, *, exclusive: bool, wait_s: float, mode: int = 0o600) -> Lease:
+def acquire_root(layer: Layer, *, exclusive: bool, wait_s: float) -> Lease:
     """Takes the lock of the whole root; raises LockBusy or OSError as `acquire_entry` does."""
-    return _acquire(root_lock_path(layer), exclusive=exclusive, wait_s=wait_s, mode=mode)
+    return _acquire(root_lock_path(layer), exclusive=exclusive, wait_s=wait_s)
 
 
 def holder_of(layer: Layer, key: str) -> Holder | None:
@@ -157,17 +155,17 @@ def holder_of(layer: Layer, key: str) -> Holder | None:
         os.close(fd)
 
 
-def _acquire(path: str, *, exclusive: bool, wait_s: float, mode: int) -> Lease:
+def _acquire(path: str, *, exclusive: bool, wait_s: float) -> Lease:
     deadline = time.monotonic() + wait_s
     pause, only_readers = 0.005, 0
     while True:
-        fd = _open(path, exclusive=exclusive, mode=mode)
+        fd = _open(path, exclusive=exclusive)
         try:
             while not _try(fd, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH):
                 only_readers = only_readers + 1 if exclusive and _try(fd, fcntl.LOCK_SH, release=True) else 0
                 if time.monotonic() >= deadline or only_readers >= _READERS_SEEN:
                     raise _busy(path, fd, wait_s)
-                time.sleep(pause * random.uniform(0.5, 1.5))
+                time.sleep(pause * (0.5 + time.monotonic_ns() % 1000 / 1000))  # jitter, so that waiters do not poll in step
                 pause = min(pause * 1.6, 0.2)
             if _still_there(fd, path):
                 if exclusive:
@@ -179,7 +177,7 @@ def _acquire(path: str, *, exclusive: bool, wait_s: float, mode: int) -> Lease:
         os.close(fd)  # unlinked by prune --locks between open and lock: take the new file
 
 
-def _open(path: str, *, exclusive: bool, mode: int) -> int:
+def _open(path: str, *, exclusive: bool) -> int:
     flags = os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         return os.open(path, flags | os.O_RDWR)
@@ -189,9 +187,11 @@ def _open(path: str, *, exclusive: bool, mode: int) -> int:
         if exclusive or error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise
         return os.open(path, flags | os.O_RDONLY)
+    # Readable to whoever may enter the folder, whatever the umask: readers of a shared root share the lock.
+    mode = 0o644 if Path(path).parent.stat().st_mode & 0o005 == 0o005 else 0o600
     fd = os.open(path, flags | os.O_RDWR | os.O_CREAT, mode)
     if os.fstat(fd).st_uid == os.geteuid():
-        os.fchmod(fd, mode)  # the umask must not make a shared root's lock unreadable
+        os.fchmod(fd, mode)
     return fd
 
 
@@ -215,7 +215,7 @@ def _still_there(fd: int, path: str) -> bool:
 
 
 def _write_holder(fd: int) -> None:
-    holder = Holder(os.getpid(), socket.gethostname(), datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"))
+    holder = Holder(os.getpid(), os.uname().nodename, datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"))
     try:
         os.ftruncate(fd, 0)
         os.pwrite(fd, msgspec.json.encode(holder) + b"\n", 0)
@@ -241,7 +241,7 @@ def _busy(path: str, fd: int, wait_s: float) -> LockBusy:
         who = f"process {pids[0]}" if pids else "a process that did not write its name into it"
     else:
         who = holder.label()
-        if holder.host == socket.gethostname() and pids and holder.pid not in pids:
+        if holder.host == os.uname().nodename and pids and holder.pid not in pids:
             who += f" (held now by process {pids[0]})"
     waited = f" after {wait_s:g} s" if wait_s else ""
     return LockBusy(path, holder, f"{path} is still held by {who}{waited}", "wait for it to finish, or end it; its lock goes with it")

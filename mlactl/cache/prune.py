@@ -111,7 +111,7 @@ def plan(store: Store, selectors: Selectors, *, keep: Iterable[CompileSpec] = ()
     """
     layer = writable_layer(store)
     moment = time.time() if now is None else now
-    everything = list(store.entries([layer]))
+    everything = listing.collect(store, layers=[layer])
     stale_reason = stale_judge() if selectors.stale else lambda _entry: None
     protected = frozenset(keep)
     chosen: list[tuple[Entry, str]] = []
@@ -140,7 +140,7 @@ def plan_keys(store: Store, entries: Iterable[Entry], *, now: float | None = Non
                 f"{entry.key} is in the read-only layer {entry.layer.path}", hint=f"mlactl cache rm {entry.key} --cache-dir {entry.layer.path}"
             )
         chosen.append((entry, "named"))
-    everything = list(store.entries([layer]))
+    everything = listing.collect(store, layers=[layer])
     return _plan(layer, ("named",), chosen, [], (), everything, time.time() if now is None else now)
 
 

@@ -89,7 +89,7 @@ def compile_and_publish(
     with _writing(layer.path):
         mode = prepare(layer, key, shared=shared)
         trust.check_folders(layer.bucket(key), str(layer.path))
-        with locks.entry_lock(layer, key, exclusive=True, wait_s=lock_timeout_s, mode=mode):
+        with locks.entry_lock(layer, key, exclusive=True, wait_s=lock_timeout_s):
             present = store.search(spec, arch, read_checked)
             if not isinstance(present, Miss):
                 return PublishResult(present[0], compiled=False, seconds=0.0)

@@ -91,7 +91,20 @@ def warnings(roots: Roots, mountinfo: Path = Path("/proc/self/mountinfo")) -> li
             found.append(
                 f"{layer.path} is on a network filesystem ({kind}): locks and renames may not hold between machines; prefer a local MLACTL_CACHE_DIR"
             )
+        closed = _closed_above(layer.path)
+        if closed is not None:
+            found.append(f"{layer.path} is shared, but {closed} above it lets no other user through; share a root elsewhere")
     return found
+
+
+def _closed_above(path: Path) -> Path | None:
+    """For a root that others may read, the nearest folder above that keeps them from reaching it."""
+    try:
+        if path.stat().st_mode & 0o005 != 0o005:
+            return None
+        return next((parent for parent in path.parents if not parent.stat().st_mode & 0o001), None)
+    except OSError:
+        return None
 
 
 def filesystem(path: Path, mountinfo: Path = Path("/proc/self/mountinfo")) -> str:

@@ -255,7 +255,8 @@ def _bucket_entries(layer: Layer, bucket_name: str) -> Iterator[Entry]:
         keys.add(key)
     for key in sorted(keys):
         entry = shallow(layer, bucket, key, manifest=key in manifests, quarantined=key in quarantined)
-        yield _being_written(entry) if entry.status is Status.NO_MANIFEST else entry
+        if entry is not None:
+            yield _being_written(entry) if entry.status is Status.NO_MANIFEST else entry
     for name in sorted(temporaries):
         yield _temporary(layer, bucket, name)
 

@@ -24,7 +24,8 @@ scales_app = typer.Typer(help="Write outer-scale files", no_args_is_help=True, r
 
 _MIB = 2**20
 _SILENT_BYTES = 32 * _MIB
-"""A scan of less is over before a bar could be read."""
+_SILENT_FILES = 16
+"""Less is over before a bar could be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,28 +125,30 @@ def _paths(files: Sequence[Path] | None, profile: Profile | None) -> list[Path]:
 
 def _judge(out: Output, path: Path, request: Request) -> _Judged:
     try:
-        return _Judged(path, verify(path, request, lambda total_bytes: _scan_progress(out, total_bytes)), None)
+        return _Judged(path, verify(path, request, lambda title, total, unit: _progress(out, title, total, unit)), None)
     except MlactlError as error:
         # The other files are judged all the same; the worst exit code is the command's.
         return _Judged(path, None, error)
 
 
 @contextmanager
-def _scan_progress(out: Output, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    if total_bytes < _SILENT_BYTES:
+def _progress(out: Output, title: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
+    """A bar for long work: whole MiB for bytes, and none for what is over before it could be read."""
+    step, label, least = (_MIB, "MiB", _SILENT_BYTES) if unit == "bytes" else (1, unit, _SILENT_FILES)
+    if total < least:
         yield lambda _: None
         return
-    with out.progress("scanning block scales", total_bytes // _MIB, "MiB") as task:
+    with out.progress(title, total // step, label) as task:
         done = told = 0
 
-        def on_bytes(count: int) -> None:
+        def on_done(count: int) -> None:
             nonlocal done, told
             done += count
-            if done // _MIB > told:
-                task.advance(done // _MIB - told)
-                told = done // _MIB
+            if done // step > told:
+                task.advance(done // step - told)
+                told = done // step
 
-        yield on_bytes
+        yield on_done
 
 
 def _show(out: Output, item: _Judged, *, layers: bool, strict: bool, first: bool) -> None:

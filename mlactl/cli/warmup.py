@@ -37,6 +37,8 @@ def warmup(
         raise UsageError(
             "--check and --dry-run were both given", hint="--dry-run lists what would be compiled; --check exits 1 when that is not empty"
         )
+    if not shared:
+        _warn_of_roots(out, cache_dir)
     plan = _plan(out, profile, options.checked_arches(arch), scales, cache_dir)
     if dry_run:
         _list(out, plan)
@@ -45,20 +47,28 @@ def warmup(
         if not plan.complete:
             raise typer.Exit(1)
     else:
-        _compile(out, plan, profile, jobs, shared, cache_dir)
+        try:
+            _compile(out, plan, profile, jobs, shared, cache_dir)
+        finally:
+            if shared:  # whether others reach the root shows when it is there
+                _warn_of_roots(out, cache_dir)
+
+
+def _warn_of_roots(out: Output, cache_dir: str | None) -> None:
+    from mlactl.cache.roots import resolve, warnings
+
+    for text in warnings(resolve(cache_dir)):
+        out.warn(text)
 
 
 def _plan(out: Output, name: str, arches: tuple[str, ...], scales: Path | None, cache_dir: str | None) -> Plan:
-    from mlactl.cache.roots import warnings
     from mlactl.cache.store import Store
     from mlactl.profiles import load
     from mlactl.warmup.plan import make_plan
 
     profile = load(name)
-    store = Store.open(cache_dir)
-    for text in warnings(store.roots):
-        out.warn(text)
-    return make_plan(profile, arches or _default_arches(out), store, _identities(profile, scales))
+    identities = _identities(profile, scales)
+    return make_plan(profile, arches or _default_arches(out), Store.open(cache_dir), identities)
 
 
 def _default_arches(out: Output) -> tuple[str, ...]:

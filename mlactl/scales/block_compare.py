@@ -10,7 +10,7 @@ import numpy as np
 from mlactl.scales.blocks import BUFFER_BYTES, unflatten
 from mlactl.scales.files import open_regular
 from mlactl.scales.header import Tensor
-from mlactl.scales.inventory import Inventory, Located, layer_of
+from mlactl.scales.inventory import Inventory, layer_of
 from mlactl.scales.module_rules import BLOCK_DTYPES
 from mlactl.scales.naming import Role
 
@@ -28,21 +28,21 @@ def differing_blocks(mine: Inventory, other: Inventory) -> tuple[int, list[Diffe
         left, right = ([stack.enter_context(open_regular(path))[0] for path in side.shards.files] for side in (mine, other))
         for module, roles in mine.modules.items():
             one, two = roles.get(Role.BLOCK_SCALE), other.modules.get(module, {}).get(Role.BLOCK_SCALE)
-            if one is None or two is None or one.tensor.dtype not in BLOCK_DTYPES or two.tensor.dtype not in BLOCK_DTYPES:
+            if one is None or two is None or one.dtype not in BLOCK_DTYPES or two.dtype not in BLOCK_DTYPES:
                 continue
             compared += 1
             found = _first_difference(left[one.shard], one, right[two.shard], two)
             if found is not None:
                 flat, left_byte, right_byte = found
-                different.append((one.tensor.name, layer_of(module), unflatten(flat, one.tensor.shape), left_byte, right_byte))
+                different.append((one.name, layer_of(module), unflatten(flat, one.shape), left_byte, right_byte))
     return compared, different
 
 
-def _first_difference(left: int, one: Located, right: int, two: Located) -> tuple[int, int, int] | None:
-    if one.tensor.shape != two.tensor.shape:
-        return 0, _bytes(left, one.tensor, 0)[0] if one.tensor.size_bytes else 0, _bytes(right, two.tensor, 0)[0] if two.tensor.size_bytes else 0
-    for done in range(0, one.tensor.size_bytes, BUFFER_BYTES):
-        mine, theirs = _bytes(left, one.tensor, done), _bytes(right, two.tensor, done)
+def _first_difference(left: int, one: Tensor, right: int, two: Tensor) -> tuple[int, int, int] | None:
+    if one.shape != two.shape:
+        return 0, _bytes(left, one, 0)[0] if one.size_bytes else 0, _bytes(right, two, 0)[0] if two.size_bytes else 0
+    for done in range(0, one.size_bytes, BUFFER_BYTES):
+        mine, theirs = _bytes(left, one, done), _bytes(right, two, done)
         if mine != theirs:
             count = min(len(mine), len(theirs))
             where = np.frombuffer(mine, np.uint8, count) != np.frombuffer(theirs, np.uint8, count)

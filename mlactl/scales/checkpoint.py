@@ -13,7 +13,7 @@ from mlactl.scales.blocks import FLOAT_DTYPES, unflatten
 from mlactl.scales.findings import Findings, InvalidScales, Severity
 from mlactl.scales.float32 import text32
 from mlactl.scales.header import Tensor
-from mlactl.scales.inventory import Inventory, Located, layer_of, take_inventory
+from mlactl.scales.inventory import Inventory, layer_of, take_inventory
 from mlactl.scales.module_rules import BLOCK_DTYPES, ModuleScales
 from mlactl.scales.naming import GLOBALS, INPUTS, WEIGHTS, Role
 from mlactl.scales.reading import Progress, Readings, Work, no_progress, read_all
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 MAX_SCALAR_VALUES = 4096
 """More experts than any model has; a longer tensor in a scalar slot is reported by its shape and never read."""
 
-Modules = Mapping[str, dict[Role, Located]]
+Modules = Mapping[str, dict[Role, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,9 @@ def load_checkpoint_scales(path: Path, profile: Profile | None = None) -> Checkp
 def examine(path: Path, profile: Profile | None = None, progress: Progress = no_progress) -> tuple[CheckpointScales, Findings]:
     """Reads and checks a checkpoint's scales; raises CannotRun or UsageError when there is nothing that can be read."""
     findings = Findings()
-    inventory = take_inventory(find(path, findings), findings)
+    shards = find(path, findings)
+    with progress("reading headers", len(shards.files), "files") as on_file:
+        inventory = take_inventory(shards, findings, on_file)
     quantised = {module: roles for module, roles in inventory.modules.items() if module_rules.is_nvfp4(roles)}
     for module, roles in quantised.items():
         module_rules.check_layout(module, roles, inventory.partial, findings)
@@ -101,15 +103,15 @@ def _plan(inventory: Inventory, quantised: Modules) -> list[Work]:
         for role, located in roles.items():
             if module not in quantised:
                 if _is_fp8_scale(roles, role):
-                    work[located.shard].floats.append(located.tensor)
-            elif role is Role.BLOCK_SCALE and located.tensor.dtype in BLOCK_DTYPES:
-                work[located.shard].blocks.append(located.tensor)
-            elif role in (*GLOBALS, *INPUTS) and _is_short(located.tensor):
-                work[located.shard].scalars.append(located.tensor)
+                    work[located.shard].floats.append(located)
+            elif role is Role.BLOCK_SCALE and located.dtype in BLOCK_DTYPES:
+                work[located.shard].blocks.append(located)
+            elif role in (*GLOBALS, *INPUTS) and _is_short(located):
+                work[located.shard].scalars.append(located)
     for spellings in inventory.kv.values():
         for located in spellings:
-            if _is_short(located.tensor):
-                work[located.shard].scalars.append(located.tensor)
+            if _is_short(located):
+                work[located.shard].scalars.append(located)
     return work
 
 
@@ -117,41 +119,41 @@ def _is_short(tensor: Tensor) -> bool:
     return tensor.dtype in FLOAT_DTYPES and prod(tensor.shape) <= MAX_SCALAR_VALUES
 
 
-def _is_fp8_scale(roles: dict[Role, Located], role: Role) -> bool:
+def _is_fp8_scale(roles: dict[Role, Tensor], role: Role) -> bool:
     weight = roles.get(Role.WEIGHT)
     return (
         weight is not None
-        and weight.tensor.dtype.startswith("F8")
+        and weight.dtype.startswith("F8")
         and role in (Role.BLOCK_SCALE, Role.FP8_BLOCK_SCALE, Role.INPUT_MULTIPLIER)
-        and roles[role].tensor.dtype in FLOAT_DTYPES
+        and roles[role].dtype in FLOAT_DTYPES
     )
 
 
-def _resolve(module: str, roles: dict[Role, Located], readings: Readings, findings: Findings) -> ModuleScales:
+def _resolve(module: str, roles: dict[Role, Tensor], readings: Readings, findings: Findings) -> ModuleScales:
     """One module's scales as the kernels use them; what cannot be used is a finding and None."""
-    weight = next((roles[role].tensor for role in WEIGHTS if role in roles), None)
+    weight = next((roles[role] for role in WEIGHTS if role in roles), None)
     batch = weight.shape[0] if weight is not None and len(weight.shape) == 3 else None
     stored_as = next((role for role in GLOBALS if role in roles), None)
     written = None if stored_as is None else _scalar(roles[stored_as], stored_as, batch, readings, findings)
     input_as = module_rules.input_role(roles)
     inputs = None if input_as is None else _scalar(roles[input_as], input_as, batch, readings, findings)
     block = roles.get(Role.BLOCK_SCALE)
-    counts = None if block is None else readings.blocks.get(block.tensor.name)
+    counts = None if block is None else readings.blocks.get(block.name)
     if block is not None and counts is not None:
-        module_rules.check_blocks(block.tensor, counts, findings)
+        module_rules.check_blocks(block, counts, findings)
     factors = None if stored_as is None or written is None else module_rules.multipliers(stored_as, written)
     return ModuleScales(module, layer_of(module), stored_as, written, factors, inputs, counts)
 
 
-def _scalar(located: Located, role: Role, batch: int | None, readings: Readings, findings: Findings) -> tuple[float, ...] | None:
-    return module_rules.check_scalar(located.tensor, readings.scalars.get(located.tensor.name), role, batch, findings)
+def _scalar(located: Tensor, role: Role, batch: int | None, readings: Readings, findings: Findings) -> tuple[float, ...] | None:
+    return module_rules.check_scalar(located, readings.scalars.get(located.name), role, batch, findings)
 
 
 def _resolve_kv(inventory: Inventory, readings: Readings, findings: Findings) -> dict[tuple[str, Role], float]:
     """One value an attention module and role, whichever way it is spelled; two spellings must agree."""
     made: dict[tuple[str, Role], float] = {}
     for (module, role), spellings in inventory.kv.items():
-        values = [(located.tensor.name, _scalar(located, role, None, readings, findings)) for located in spellings]
+        values = [(located.name, _scalar(located, role, None, readings, findings)) for located in spellings]
         known = [(name, value[0]) for name, value in values if value is not None]
         if not known:
             continue
@@ -171,11 +173,7 @@ def _resolve_kv(inventory: Inventory, readings: Readings, findings: Findings) ->
 
 
 def _check_fp8(inventory: Inventory, readings: Readings, findings: Findings) -> None:
-    shapes = (
-        {located.tensor.name: located.tensor.shape for roles in inventory.modules.values() for located in roles.values()}
-        if readings.bad_floats
-        else {}
-    )
+    shapes = {located.name: located.shape for roles in inventory.modules.values() for located in roles.values()} if readings.bad_floats else {}
     for name, (flat, value) in readings.bad_floats.items():
         index = unflatten(flat, shapes[name]) or None
         check = "not-positive" if value <= 0 else "not-finite"

@@ -43,7 +43,7 @@ def _compare_members(group: str, what: str, members: list[tuple[ModuleScales, tu
             "fused-scales",
             f"{what} {listed}: ratio {max(values) / min(values):.4g}",
             "one value for the fused matrix",
-            "engines keep the largest: the other projections' weights come out too large by up to that ratio",
+            "engines keep one of them: the other projections' weights are off by up to that ratio",
             layer=known[0][0].layer,
             tensor=group,
             index=(index,) if len(known[0][1]) > 1 else None,
@@ -61,11 +61,11 @@ def check_use(inventory: Inventory, findings: Findings) -> None:
     for roles in inventory.modules.values():
         if not any(role in roles for role in WEIGHTS):
             for located in roles.values():
-                _unused(inventory, located.tensor.name, findings)
+                _unused(inventory, located.name, findings)
     for (module, _), spellings in inventory.kv.items():
         if module not in inventory.parents:
             for located in spellings:
-                _unused(inventory, located.tensor.name, findings)
+                _unused(inventory, located.name, findings)
 
 
 def _unused(inventory: Inventory, name: str, findings: Findings) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,14 +14,6 @@ from mlactl.scales.outer_rules import LAYER_IN_NAME
 from mlactl.scales.shards import Shards
 
 
-@dataclass(frozen=True, slots=True)
-class Located:
-    """A tensor and the position in `Shards.files` of the file it is in."""
-
-    tensor: Tensor
-    shard: int
-
-
 @dataclass(slots=True)
 class Inventory:
     """Tensors that matter here, by module. Filled by `take_inventory`, read by everything else.
@@ -30,8 +23,8 @@ class Inventory:
     """
 
     shards: Shards
-    modules: dict[str, dict[Role, Located]] = field(default_factory=dict)
-    kv: dict[tuple[str, Role], list[Located]] = field(default_factory=dict)
+    modules: dict[str, dict[Role, Tensor]] = field(default_factory=dict)
+    kv: dict[tuple[str, Role], list[Tensor]] = field(default_factory=dict)
     parents: set[str] = field(default_factory=set)
     layers: set[int] = field(default_factory=set)
     attention_layers: set[int] = field(default_factory=set)
@@ -51,19 +44,22 @@ def layer_of(name: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def take_inventory(shards: Shards, findings: Findings) -> Inventory:
-    """Reads every shard's header; a damaged one is a finding and the others are still read. Raises CannotRun."""
+def take_inventory(shards: Shards, findings: Findings, on_file: Callable[[int], None] = lambda _: None) -> Inventory:
+    """Reads every shard's header; a damaged one is a finding and the others are still read. Raises CannotRun.
+
+    Takes tensors out of `shards.weight_map` as it meets them: for a large model that map is most of the memory.
+    """
     made = Inventory(shards)
-    expected = dict(shards.weight_map) if shards.weight_map is not None else None
+    expected = shards.weight_map
     seen: set[str] = set()
     for number, path in enumerate(shards.files):
         try:
             with open_regular(path) as (descriptor, size):
                 # All of them first: a header is good only at its end, and half of one would look like missing scales.
-                found = list(tensors(descriptor, size))
+                found = tensors(descriptor, size, number)
             for tensor in found:
                 _check_place(tensor.name, path, expected, seen, findings)
-                _add(made, tensor, number)
+                _add(made, tensor)
         except BadHeader as error:
             made.damaged += 1
             where = f"{path.name}: {error.tensor}" if error.tensor else path.name
@@ -71,6 +67,7 @@ def take_inventory(shards: Shards, findings: Findings) -> Inventory:
         except OSError as error:
             made.damaged += 1
             findings.error("unreadable", error.strerror or "read error", "a file that can be read", "its tensors were not checked", tensor=path.name)
+        on_file(1)
     if expected and not made.damaged:
         _report_absent(expected, {path.name for path in shards.files}, findings)
     return made
@@ -111,7 +108,7 @@ def _report_absent(expected: dict[str, str], read: set[str], findings: Findings)
             findings.error("index", "absent", f"in {plain(shard)}, as the index says", "it will not load", tensor=name, layer=layer_of(name))
 
 
-def _add(made: Inventory, tensor: Tensor, number: int) -> None:
+def _add(made: Inventory, tensor: Tensor) -> None:
     layer = layer_of(tensor.name)
     if layer is not None:
         made.layers.add(layer)
@@ -122,7 +119,7 @@ def _add(made: Inventory, tensor: Tensor, number: int) -> None:
         return
     module, role = found
     if role in KV_ROLES:
-        made.kv.setdefault((module, role), []).append(Located(tensor, number))
+        made.kv.setdefault((module, role), []).append(tensor)
         return
     parent, _, last = module.rpartition(".")
     if role in WEIGHTS:
@@ -131,4 +128,4 @@ def _add(made: Inventory, tensor: Tensor, number: int) -> None:
             made.attention_layers.add(layer)
         if layer is not None and last == "kv_a_layernorm":
             made.latent_norms[layer] = tensor
-    made.modules.setdefault(module, {}).setdefault(role, Located(tensor, number))
+    made.modules.setdefault(module, {}).setdefault(role, tensor)

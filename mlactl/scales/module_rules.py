@@ -13,7 +13,7 @@ from mlactl.scales.blocks import FLOAT_DTYPES, BlockCounts, unflatten
 from mlactl.scales.findings import Findings
 from mlactl.scales.float32 import float32, positive_fault, text32
 from mlactl.scales.header import Tensor
-from mlactl.scales.inventory import Located, layer_of
+from mlactl.scales.inventory import layer_of
 from mlactl.scales.naming import GLOBALS, INPUTS, WEIGHTS, Role
 
 GROUP = 16
@@ -48,20 +48,20 @@ class ModuleScales:
     blocks: BlockCounts | None
 
 
-def is_nvfp4(roles: dict[Role, Located]) -> bool:
+def is_nvfp4(roles: dict[Role, Tensor]) -> bool:
     """Whether a module's weights are E2M1 with E4M3 block scales (and not FP8, int4 or unquantised)."""
     scaled = any(role in roles for role in (Role.BLOCK_SCALE, *GLOBALS))
-    weight = next((roles[role].tensor for role in WEIGHTS if role in roles), None)
+    weight = next((roles[role] for role in WEIGHTS if role in roles), None)
     if weight is not None and (weight.dtype.startswith("F8") or weight.dtype in ("I32", "I64")):
         return False
     return scaled and (any(role in roles for role in GLOBALS) or (weight is not None and weight.dtype in PACKED_DTYPES) or _has_byte_blocks(roles))
 
 
-def _has_byte_blocks(roles: dict[Role, Located]) -> bool:
-    return Role.BLOCK_SCALE in roles and roles[Role.BLOCK_SCALE].tensor.dtype in BLOCK_DTYPES
+def _has_byte_blocks(roles: dict[Role, Tensor]) -> bool:
+    return Role.BLOCK_SCALE in roles and roles[Role.BLOCK_SCALE].dtype in BLOCK_DTYPES
 
 
-def check_layout(module: str, roles: dict[Role, Located], partial: bool, findings: Findings) -> None:
+def check_layout(module: str, roles: dict[Role, Tensor], partial: bool, findings: Findings) -> None:
     """Names, dtypes and shapes of an NVFP4 module, from the headers alone; `partial`: some tensors were not seen."""
     report_missing = findings.note if partial else findings.error
     layer = layer_of(module)
@@ -70,11 +70,11 @@ def check_layout(module: str, roles: dict[Role, Located], partial: bool, finding
         report_missing(
             "missing-scale", "absent", "E4M3 block scales", "its weights cannot be dequantised", layer=layer, tensor=f"{module}.weight_scale"
         )
-    elif block.tensor.dtype not in BLOCK_DTYPES:
+    elif block.dtype not in BLOCK_DTYPES:
         effect = "its bytes are not E4M3: every weight would be scaled by another number"
-        findings.error("block-dtype", block.tensor.dtype, " or ".join(BLOCK_DTYPES), effect, layer=layer, tensor=block.tensor.name)
+        findings.error("block-dtype", block.dtype, " or ".join(BLOCK_DTYPES), effect, layer=layer, tensor=block.name)
     elif weight is not None:
-        _check_block_shape(block.tensor, weight.tensor, layer, findings)
+        _check_block_shape(block, weight, layer, findings)
     given = [role for role in GLOBALS if role in roles]
     if len(given) == 2:
         findings.error(
@@ -214,6 +214,6 @@ def check_blocks(tensor: Tensor, counts: BlockCounts, findings: Findings) -> Non
         )
 
 
-def input_role(roles: dict[Role, Located]) -> Role | None:
+def input_role(roles: dict[Role, Tensor]) -> Role | None:
     """The role under which a module's activation scale is stored."""
     return next((role for role in INPUTS if role in roles), None)

@@ -22,8 +22,8 @@ MAX_WORKERS = 8
 REPORT_BYTES = 16 * 2**20
 """Progress is told in steps of this size: a bar need not be drawn for every buffer."""
 
-Progress = Callable[[int], AbstractContextManager[Callable[[int], None]]]
-"""Given the bytes to scan, a context whose value is told of bytes done, from one thread at a time."""
+Progress = Callable[[str, int, str], AbstractContextManager[Callable[[int], None]]]
+"""Given a title, a total and its unit ("bytes" or "files"), a context whose value is told of what is done, one thread at a time."""
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ class _Stopped(Exception):
     """The person pressed Ctrl-C, or another worker met what nobody foresaw."""
 
 
-def no_progress(_: int) -> AbstractContextManager[Callable[[int], None]]:
+def no_progress(_title: str, _total: int, _unit: str) -> AbstractContextManager[Callable[[int], None]]:
     """A progress that tells nobody."""
     return nullcontext(lambda _: None)
 
@@ -58,7 +58,7 @@ def read_all(files: Sequence[Path], work: Sequence[Work], progress: Progress = n
     """Reads `work[i]` of `files[i]`. A file that fails is in `failures`, the others are read all the same."""
     made, lock, stop = Readings(), Lock(), Event()
     total = sum(tensor.size_bytes for item in work for tensor in (*item.blocks, *item.floats))
-    with progress(total) as on_bytes:
+    with progress("scanning block scales", total, "bytes") as on_bytes:
 
         def report(done: int) -> None:
             if stop.is_set():

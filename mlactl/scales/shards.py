@@ -9,8 +9,8 @@ from pathlib import Path
 from mlactl.errors import CannotRun, UsageError
 from mlactl.scales.files import read_bytes, unreadable
 from mlactl.scales.findings import Findings, plain
-from mlactl.scales.outer import report_document
-from mlactl.scales.strict_json import JsonObject, MalformedJson, parse, shown
+from mlactl.scales.outer import report_duplicate, report_mark
+from mlactl.scales.strict_json import MalformedJson, decode, read_object, read_value, shown
 
 INDEX_SUFFIX = ".safetensors.index.json"
 _SHARD_NAME = re.compile(r"^(.*)-(\d{5})-of-(\d{5})\.safetensors$")
@@ -114,18 +114,39 @@ def _of_index(path: Path, index: Path, findings: Findings, present: list[str] | 
 
 
 def _weight_map(index: Path, findings: Findings) -> dict[str, str]:
+    """Tensor -> shard file name, read as it is parsed: a tree of a large model's index would be its largest object."""
+    found: dict[str, str] = {}
+    shards: dict[str, str] = {}
+    keys: set[str] = set()
+
+    def read_tensor(name: str, at: int) -> int:
+        shard, end = read_value(text, at)
+        if name in found:
+            report_duplicate(f"weight_map.{name}", findings)
+        if not isinstance(shard, str):
+            findings.error("weight-map", plain(shard), "a shard's file name", "the tensor will not load", tensor=name)
+        else:
+            found[name] = shards.setdefault(shard, shard)
+        return end
+
+    def read_field(name: str, at: int) -> int:
+        if name in keys:
+            report_duplicate(name, findings)
+        keys.add(name)
+        if name == "weight_map" and text[at : at + 1] == "{":
+            return read_object(text, at, read_tensor)
+        return read_value(text, at)[1]
+
     try:
-        document = parse(read_bytes(index))
+        text, marked = decode(read_bytes(index))
+        report_mark(marked, findings)
+        start = len(text) - len(text.lstrip())
+        end = read_object(text, start, read_field)
+        if text[end:].strip():
+            raise MalformedJson(f"character {end}: text after the object")
     except MalformedJson as error:
         findings.error("malformed-json", str(error), "one JSON object in UTF-8", "nothing says which shards there are", tensor=index.name)
         return {}
-    report_document(document, findings)
-    found = document.root.get("weight_map") if isinstance(document.root, JsonObject) else None
-    if not isinstance(found, JsonObject) or not found:
+    if not found:
         findings.error("weight-map", "absent or empty", '"weight_map": {tensor: shard}', "nothing says which shards there are", tensor=index.name)
-        return {}
-    made = {name: shard for name, shard in found.items() if isinstance(shard, str)}
-    for name, shard in found.items():
-        if not isinstance(shard, str):
-            findings.error("weight-map", shown(shard), "a shard's file name", "the tensor will not load", tensor=name)
-    return made
+    return found

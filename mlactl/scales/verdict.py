@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from mlactl.scales.latents import LatentRange
     from mlactl.scales.module_rules import ModuleScales
 
-Progress = Callable[[int], AbstractContextManager[Callable[[int], None]]]
+Progress = Callable[[str, int, str], AbstractContextManager[Callable[[int], None]]]
 
 
 class Verdict(StrEnum):

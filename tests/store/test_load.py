@@ -351,6 +351,30 @@ def test_without_a_compiler_an_empty_root_is_a_plain_miss(store: Store, no_compi
     assert "mlactl warmup --profile PROFILE --arch sm_120a" in (raised.value.hint or "")
 
 
+# ---- while others remove
+
+
+def test_what_is_removed_while_it_is_listed_is_no_damage(store: Store, publish: Callable[..., Entry], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A listing beside a prune called entries damaged whose manifest had gone between the listing and the look."""
+    entry, other = publish(), publish(tiny.spec(3))
+    real = os.listdir
+
+    def late(folder: str) -> list[str]:
+        names = real(folder)
+        if str(folder) == str(entry.object_path.parent):
+            manifest_path(entry).unlink(missing_ok=True)
+            if gone:
+                entry.object_path.unlink()
+        return names
+
+    monkeypatch.setattr(os, "listdir", late)
+    gone = False
+    assert {found.key: str(found.status) for found in store.entries()} == {entry.key: "no-manifest", other.key: "ok"}
+    publish()
+    gone = True
+    assert {found.key: str(found.status) for found in store.entries()} == {other.key: "ok"}
+
+
 # ---- in use
 
 

@@ -244,7 +244,7 @@ def test_lock_files_are_named_and_strangers_are_not(layer: Layer, tmp_path: Path
 @pytest.mark.usefixtures("reachable")
 def test_a_lock_that_may_only_be_read_is_still_shared(layer: Layer, in_child: Callable[..., int]) -> None:
     prepare(layer, KEY, shared=True)
-    acquire_entry(layer, KEY, exclusive=True, wait_s=0, mode=0o644).close()
+    acquire_entry(layer, KEY, exclusive=True, wait_s=0).close()
 
     def as_nobody() -> None:
         with entry_lock(layer, KEY, exclusive=False, wait_s=0):

@@ -291,6 +291,33 @@ def test_the_real_compiler_makes_what_was_asked_for_whatever_the_environment_say
         assert entry.manifest.code_sha256 == hashlib.sha256(original).hexdigest()
 
 
+VARIABLES = """
+import os, sys, tiny
+from mlactl.cache.publish import compile_and_publish
+from mlactl.cache.store import Store
+from mlactl.errors import EnvironmentUnfit
+tiny.register()
+store = Store.open(sys.argv[1])
+for name, value in (("LINEINFO", "1"), ("COMPILER_OPT", "opt-level=0"), ("DEBUG", "1"), ("ENABLE_ASSERTIONS", "1")):
+    os.environ["CUTE_DSL_" + name] = value
+    try:
+        compile_and_publish(store, tiny.spec(), "sm_120a")
+    except EnvironmentUnfit as error:
+        assert error.message == f"CUTE_DSL_{name}={value} would change the machine code without changing its key", error.message
+        assert error.hint == f"unset CUTE_DSL_{name}"
+    else:
+        raise SystemExit(f"compiled with {name}")
+    del os.environ["CUTE_DSL_" + name]
+assert list(store.entries()) == []
+assert "cutlass" not in sys.modules
+"""
+
+
+def test_variables_that_change_the_code_behind_the_keys_back_are_refused(tmp_path: Path) -> None:
+    """One warmup with CUTE_DSL_COMPILER_OPT=opt-level=0 in its shell left unoptimised objects under the keys of good ones."""
+    tiny.run_python(VARIABLES, str(tmp_path / "cache"))
+
+
 def test_a_wrong_flavour_is_refused_by_the_real_compiler(tmp_path: Path) -> None:
     script = """
 import sys, tiny

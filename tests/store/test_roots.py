@@ -81,6 +81,25 @@ def test_a_network_filesystem_gets_a_warning(tmp_path: Path) -> None:
     assert warnings(roots, tmp_path / "missing") == []
 
 
+def test_a_shared_root_below_a_private_folder_gets_a_warning(tmp_path: Path) -> None:
+    """`warmup --shared` into one's own ~/.cache changed nothing for the server's user, and said nothing."""
+    root = tmp_path / "private" / "between" / "cache"
+    root.mkdir(parents=True, mode=0o700)
+    for folder in (tmp_path, *tmp_path.parents):
+        if "pytest" in str(folder):
+            folder.chmod(0o755)
+    roots = Roots((Layer(root, True),))
+    root.chmod(0o755)
+    (tmp_path / "private").chmod(0o700)
+    (tmp_path / "private" / "between").chmod(0o755)
+    assert warnings(roots) == [f"{root} is shared, but {tmp_path}/private above it lets no other user through; share a root elsewhere"]
+    (tmp_path / "private").chmod(0o711)
+    assert warnings(roots) == []
+    root.chmod(0o700)
+    (tmp_path / "private").chmod(0o700)
+    assert warnings(roots) == []
+
+
 # ---- modes
 
 

@@ -486,6 +486,8 @@ def damaged(kind: str) -> bytes:
         return pack(json.dumps(header).encode() + b"{}", data)
     if kind == "not UTF-8":
         return pack(b'{"\xff": 1}', data)
+    if kind == "a field twice, once escaped":
+        return pack(json.dumps(header).replace('"dtype": "U8"', '"dtyp\\u0065": "F32", "dtype": "U8"').encode(), data)
     if kind == "twice":
         text = json.dumps(header)
         return pack(f"{text[:-1]}, {json.dumps(weight)}: {json.dumps(header[weight])}}}".encode(), data)
@@ -524,6 +526,7 @@ KINDS = (
     "text behind",
     "not UTF-8",
     "twice",
+    "a field twice, once escaped",
     "shape lies",
     "shape overflows",
     "shape negative",

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from scale_files import BITS, float32, gscale, header_of, module, pack, scalar, v1
 
 from mlactl.profiles import load
+from mlactl.scales import header as header_module
 from mlactl.scales import verdict
 from mlactl.scales.findings import Severity
 from mlactl.scales.outer import examine_bytes, load_outer_scales
@@ -126,6 +127,33 @@ def test_a_cut_or_changed_checkpoint_gives_a_verdict(data):
         assert judged(good[:position], ".safetensors").verdict is Verdict.INVALID
     else:
         judged(good[:position] + bytes([data.draw(st.integers(0, 255))]) + good[position + 1 :], ".safetensors")
+
+
+def both_ways(header: bytes, data_bytes: int):
+    """What the fast and the slow reader of one header say: a list of tensors each, None for a refusal."""
+    fast = header_module._fast(header, 8 + len(header), data_bytes, 0)
+    try:
+        return fast, header_module._slow(header, 8 + len(header), data_bytes, 0)
+    except header_module.BadHeader:
+        return fast, None
+
+
+@given(st.data())
+def test_the_fast_header_reader_accepts_nothing_that_the_slow_one_refuses(data):
+    """Two readers of one format: what one takes and the other would not is how a lying header gets in."""
+    header, body = header_of(module("a.b") | {"c": scalar(0.5)})
+    text = json.dumps(header).encode()
+    assert both_ways(text, len(body)) == (both_ways(text, len(body))[1],) * 2
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(1, len(text) - 1))  # byte 0 is looked at before either
+        piece = data.draw(
+            st.sampled_from(
+                [b"", b"0", b"1", b"-", b" ", b'"', b"{", b"}", b",", b".0", b"e0", b"\\", b'"data_offsets":[0,0],', b'"dtype":"U8",', b"\xff"]
+            )
+        )
+        text = text[:at] + piece + text[at + data.draw(st.integers(0, 2)) :]
+    fast, slow = both_ways(text, len(body))
+    assert fast is None or fast == slow
 
 
 positive = st.floats(min_value=1e-30, max_value=1e30)
