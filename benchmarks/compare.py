@@ -80,18 +80,22 @@ def memory(mib: int) -> dict[str, float]:
         for name, tensor in (("a", actual), ("b", expected)):
             save_file({"x": tensor}, Path(folder) / f"{name}.safetensors")
         del actual, expected
-        code = "import sys; from mlactl.cli.app import main; code = main(sys.argv[1:]); import resource; " + (
+        code = (
+            "import sys; from mlactl.cli.app import main; code = main(sys.argv[1:]); import resource; "
             "sys.stderr.write(str(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)); sys.exit(code)"
         )
-        empty = subprocess.run([sys.executable, "-c", code, "diff", "--help"], capture_output=True, text=True, check=True)
-        warm = subprocess.run([sys.executable, "-c", "import torch, resource; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"], capture_output=True, text=True, check=True)  # fmt: skip
-        done = subprocess.run(
-            [sys.executable, "-c", code, "diff", f"{folder}/a.safetensors", f"{folder}/b.safetensors", "-q"], capture_output=True, text=True, check=True
-        )
-    del empty
+        only_torch = "import torch, resource; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+        warm = subprocess.run([sys.executable, "-c", only_torch], capture_output=True, text=True, check=True)
+        command = [sys.executable, "-c", code, "diff", f"{folder}/a.safetensors", f"{folder}/b.safetensors", "-q"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
     inputs = 2 * mib * 2**20
     peak, base = int(done.stderr.split()[-1]) * 1024, int(warm.stdout) * 1024
-    return {"inputs_bytes": inputs, "peak_bytes": peak, "of which torch itself": base, "(peak - torch) / inputs (1.5 allowed)": (peak - base) / inputs}
+    return {
+        "inputs_bytes": inputs,
+        "peak_bytes": peak,
+        "of which torch itself": base,
+        "(peak - torch) / inputs (1.5 allowed)": (peak - base) / inputs,
+    }
 
 
 def main() -> None:

@@ -1,4 +1,9 @@
-"""The reference of a capture: attention in plain torch over the decoded records, in fp32 or fp64, on CPU or GPU."""
+"""The reference of a capture: attention in plain torch over the decoded records, in fp32 or fp64, on CPU or GPU.
+
+Where the kernels' own reference covers the call's contract it is the one that runs; the contracts it does not have yet
+(per-query lengths, windows, scaled and packed records, selected slots, some rows only) are computed here. A test holds
+the two together.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mlactl.errors import EnvironmentUnfit, UsageError
+from mlactl.kernels.mla.records import LATENT_ELEMENTS
 from mlactl.replay.records import decode
 from mlactl.replay.visible import seen
 
@@ -41,7 +47,19 @@ def reference(capture: Capture, kind: str, *, device: str = "auto", rows: Sequen
         raise UsageError(f"--reference {kind} is not one of fp32, fp64")
     dtype = torch.float32 if kind == "fp32" else torch.float64
     target = device_for(device)
-    kept = list(range(capture.rows)) if rows is None else list(rows)
+    if rows is None and _covered(capture):
+        return _kernels_reference(capture, dtype, target)
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")  # TF32 would cost the reference three digits
+    try:
+        return _own_reference(capture, dtype, target, list(range(capture.rows)) if rows is None else list(rows))
+    finally:
+        torch.set_float32_matmul_precision(precision)
+
+
+def _own_reference(capture: Capture, dtype: torch.dtype, target: str, kept: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    import torch
+
     output = torch.zeros(len(kept), capture.heads, capture.values, dtype=dtype)
     lse = torch.full((len(kept), capture.heads), float("-inf"), dtype=dtype)
     requests = capture.requests
@@ -53,6 +71,30 @@ def reference(capture: Capture, kind: str, *, device: str = "auto", rows: Sequen
         _request(capture, kept[place:end], dtype, target, output[place:end], lse[place:end])
         place = end
     return output, lse
+
+
+def _covered(capture: Capture) -> bool:
+    """Whether the kernels' reference has this contract: causal rows over unscaled dense pages, no window, one query type."""
+    call = capture.call
+    plain = call.window is None and call.record == "bf16" and call.q_scale == 1.0 and (call.sparse is None or call.sparse.stride == 1)
+    return capture.dense and plain and "query_cache_seqlens" not in capture.tensors and int(capture.tensors["q"].shape[2]) in LATENT_ELEMENTS
+
+
+def _kernels_reference(capture: Capture, dtype: torch.dtype, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    from mlactl.kernels.mla.reference import dense_mla
+
+    output, lse = dense_mla(
+        capture.tensors["q"].to(device),
+        capture.tensors["kv_cache"].to(device),
+        # Entries past a request's length are -1 here and never read.
+        capture.tensors["page_table"].to(device),
+        capture.tensors["cache_seqlens"].tolist(),
+        capture.boundaries,
+        capture.call.sm_scale,
+        width=int(capture.tensors["q"].shape[2]),
+        dtype=dtype,
+    )
+    return output.cpu(), lse.cpu()
 
 
 def _request(capture: Capture, rows: Sequence[int], dtype: torch.dtype, device: str, output: torch.Tensor, lse: torch.Tensor) -> None:

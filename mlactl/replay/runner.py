@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from mlactl.errors import MlactlError, UsageError
 from mlactl.replay import capture as captures
-from mlactl.replay import dcp, oracle
+from mlactl.replay import dcp, oracle, storage
 from mlactl.replay.capture import Capture
 from mlactl.replay.inferred import inferred_clusters
 from mlactl.replay.kernel import KernelResult, run_kernel
@@ -229,7 +229,7 @@ def save_results(results: Results, folder: Path) -> Path:
     sources = (("reference", results.reference), ("captured", results.captured), ("kernel", results.kernel.result))
     found = {f"{name}.{what}": tensor for name, pair in sources for what, tensor in zip(("output", "lse"), pair, strict=True) if tensor is not None}
     path = folder / f"{results.capture.name}.results.safetensors"
-    save_file({name: tensor.cpu().contiguous() for name, tensor in found.items()}, path)
+    save_file(storage.unshared(found), path)
     return path
 
 

@@ -50,6 +50,19 @@ def fact(stored: torch.Tensor, original: torch.Tensor | None = None) -> TensorFa
     )
 
 
+def unshared(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors by name, contiguous and on the CPU, each with memory of its own: safetensors refuses views of one another."""
+    found: dict[str, torch.Tensor] = {}
+    owned: set[int] = set()
+    for name, tensor in sorted(tensors.items()):
+        made = tensor.detach().cpu().contiguous()
+        if made.untyped_storage().data_ptr() in owned:
+            made = made.clone()
+        owned.add(made.untyped_storage().data_ptr())
+        found[name] = made
+    return found
+
+
 def write_file(path: Path, header: FileHeader, tensors: Mapping[str, torch.Tensor]) -> int:
     """Writes one file and returns its size in bytes; it exists whole under its name, or not at all.
 
@@ -58,7 +71,7 @@ def write_file(path: Path, header: FileHeader, tensors: Mapping[str, torch.Tenso
     from safetensors.torch import save
 
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in sorted(tensors.items())}
+    contiguous = unshared(tensors)
     try:
         data = save(contiguous, {METADATA_KEY: dump(header)})
         with temporary.open("wb") as file:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,8 +49,10 @@ def _torch(path: Path) -> dict[str, torch.Tensor]:
     import torch
 
     try:
-        # weights_only: a pickle may otherwise run any code when it is read.
-        value = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what torch warns of in files it then refuses
+            # weights_only: a pickle may otherwise run any code when it is read.
+            value = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
         raise BadCapture(
             f"{path}: holds more than tensors, or is damaged; it was not executed: {' '.join(str(error).split())[:200]}",

@@ -11,7 +11,20 @@ from mlactl.replay.header import CallHeader, Parallel
 SM_SCALE = 1 / math.sqrt(192)
 
 
-def dense(lengths=(20, 45), rows=4, heads=2, page=16, seed=0, parallel=None, own=None, window=None, mode="verify", record="bf16", lse_base="natural", **changes) -> Capture:
+def dense(
+    lengths=(20, 45),
+    rows=4,
+    heads=2,
+    page=16,
+    seed=0,
+    parallel=None,
+    own=None,
+    window=None,
+    mode="verify",
+    record="bf16",
+    lse_base="natural",
+    **changes,
+) -> Capture:
     """Dense call; `own` gives per-query lengths."""
     generator = torch.Generator().manual_seed(seed)
     counts = [-(-length // page) for length in lengths]
@@ -33,14 +46,30 @@ def dense(lengths=(20, 45), rows=4, heads=2, page=16, seed=0, parallel=None, own
         tensors["query_cache_seqlens"] = torch.tensor(own, dtype=torch.int32)
     facts = dict(
         registry.DENSE_FORWARD.spec(
-            tile="tok16", output="split", q_dtype="bf16", record=record, width=576, lengths="causal" if own is None else "per_query", selection="exact",
+            tile="tok16",
+            output="split",
+            q_dtype="bf16",
+            record=record,
+            width=576,
+            lengths="causal" if own is None else "per_query",
+            selection="exact",
             window=window is not None,
         ).facts
-    )  # fmt: skip
+    )
     header = CallHeader(
-        kernel_id=registry.DENSE_FORWARD.kernel_id, kernel_version=5, facts=facts, mode=mode, record=record, scale_mode="none" if record == "bf16" else "tensor",
-        page_size=page, sm_scale=SM_SCALE, lse_base=lse_base, window=window, parallel=parallel or Parallel(), **changes,
-    )  # fmt: skip
+        kernel_id=registry.DENSE_FORWARD.kernel_id,
+        kernel_version=5,
+        facts=facts,
+        mode=mode,
+        record=record,
+        scale_mode="none" if record == "bf16" else "tensor",
+        page_size=page,
+        sm_scale=SM_SCALE,
+        lse_base=lse_base,
+        window=window,
+        parallel=parallel or Parallel(),
+        **changes,
+    )
     return Capture("call", header, tensors, versions={"mlactl": "test"})
 
 
@@ -52,7 +81,9 @@ def brute(capture: Capture, keys_of_row) -> tuple[torch.Tensor, torch.Tensor]:
         logits = capture.tensors["q"][row].double() @ keys.T * capture.call.sm_scale
         top = logits.amax(1, keepdim=True) if len(keys) else logits.sum(1, keepdim=True)
         weights = torch.exp(logits - top)
-        outputs.append(weights @ keys[:, :-64] / weights.sum(1, keepdim=True) if len(keys) else torch.zeros(capture.heads, keys.shape[1] - 64).double())
+        outputs.append(
+            weights @ keys[:, :-64] / weights.sum(1, keepdim=True) if len(keys) else torch.zeros(capture.heads, keys.shape[1] - 64).double()
+        )
         totals.append(weights.sum(1).log() + top[:, 0] if len(keys) else torch.full((capture.heads,), -math.inf).double())
     return torch.stack(outputs), torch.stack(totals)
 

@@ -53,9 +53,7 @@ def test_the_right_capture_is_right():
 
 def test_the_examples_are_what_the_script_makes(tmp_path):
     subprocess.run([sys.executable, str(ROOT / "scripts" / "make_example_captures.py"), str(tmp_path / "made")], check=True)
-    digests = [
-        {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()} for folder in (EXAMPLES, tmp_path / "made")
-    ]
+    digests = [{path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()} for folder in (EXAMPLES, tmp_path / "made")]
     assert digests[0] == digests[1]
     assert sum(path.stat().st_size for path in EXAMPLES.iterdir()) < 700_000
 

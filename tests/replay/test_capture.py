@@ -55,7 +55,9 @@ def test_two_processes_write_the_same_bytes(tmp_path):
     code = "import sys; sys.path.insert(0, sys.argv[1]); from pathlib import Path; from calls import *; from mlactl.replay import capture; "
     code += "capture.save(finished(dense()), Path(sys.argv[2]), 'x')"
     for place, seed in (("a", "1"), ("b", "77")):
-        subprocess.run([sys.executable, "-c", code, str(HERE), str(tmp_path / place)], check=True, env={**__import__("os").environ, "PYTHONHASHSEED": seed})
+        subprocess.run(
+            [sys.executable, "-c", code, str(HERE), str(tmp_path / place)], check=True, env={**__import__("os").environ, "PYTHONHASHSEED": seed}
+        )
     for name in ("x.in.safetensors", "x.out.safetensors"):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
 
@@ -72,6 +74,15 @@ def test_there_is_one_metadata_key_and_no_time_in_the_files(tmp_path):
     assert (entry["id"], entry["status"]) == ("one", "complete")
     assert entry["bytes"] == sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
     assert entry["time"].endswith("+00:00")
+
+
+def test_tensors_that_share_memory_are_written(tmp_path):
+    """safetensors refuses views of one another, and a call whose query and cache came out of one buffer could not be recorded."""
+    made = dense()
+    buffer = torch.cat([made.tensors["q"].flatten(), made.tensors["kv_cache"].flatten()])
+    parts = buffer[: made.tensors["q"].numel()].view_as(made.tensors["q"]), buffer[made.tensors["q"].numel() :].view_as(made.tensors["kv_cache"])
+    captures.save(tensors(made, q=parts[0], kv_cache=parts[1]), tmp_path, "one")
+    assert torch.equal(captures.read(tmp_path / "one").tensors["kv_cache"], made.tensors["kv_cache"])
 
 
 def test_facts_keep_what_safetensors_loses():
@@ -93,7 +104,10 @@ CALL_MISFITS = [
     (lambda made: change(made, page_size=32), "pages hold 16 tokens, page size 32 is declared"),
     (lambda made: change(made, parallel=header.Parallel(dcp_rank=4, dcp_world=4)), "DCP rank 4 of 4"),
     (lambda made: change(made, kernel_id="attention.other"), "kernel 'attention.other' is not one of"),
-    (lambda made: change(made, facts={**made.call.facts, "lengths": "per_query"}), "spec says lengths=per_query, the capture has no per-query lengths"),
+    (
+        lambda made: change(made, facts={**made.call.facts, "lengths": "per_query"}),
+        "spec says lengths=per_query, the capture has no per-query lengths",
+    ),
     (lambda made: change(made, window=0), "window 0"),
 ]
 
@@ -103,9 +117,15 @@ TENSOR_MISFITS = [
     (lambda made: tensors(made, page_ids=made.tensors["page_ids"][:-1]), "4 page ids for 5 pages"),
     (lambda made: tensors(made, page_ids=torch.tensor([7, 17, 27, 7, 47])), "must differ"),
     (lambda made: tensors(made, page_ids=torch.tensor([7, 17, -2, 37, 47])), "-2 at index 2"),
-    (lambda made: tensors(made, page_table=torch.tensor([[0, 5, -1], [2, 3, 4]], dtype=torch.int32)), r"entry 5 at \[0, 1\] is in the visible range; 5 pages"),
+    (
+        lambda made: tensors(made, page_table=torch.tensor([[0, 5, -1], [2, 3, 4]], dtype=torch.int32)),
+        r"entry 5 at \[0, 1\] is in the visible range; 5 pages",
+    ),
     (lambda made: tensors(made, page_table=torch.tensor([[0, -1, -1], [2, 3, 4]], dtype=torch.int32)), r"entry -1 at \[0, 1\]"),
-    (lambda made: tensors(made, cache_seqlens=torch.tensor([20, 49], dtype=torch.int32)), "request 1 holds 49 tokens, its table row reaches 3 pages of 16"),
+    (
+        lambda made: tensors(made, cache_seqlens=torch.tensor([20, 49], dtype=torch.int32)),
+        "request 1 holds 49 tokens, its table row reaches 3 pages of 16",
+    ),
     (lambda made: tensors(made, cache_seqlens=torch.tensor([-1, 45], dtype=torch.int32)), "-1 at index 0 is negative"),
     (lambda made: tensors(made, cu_seqlens_q=torch.tensor([0, 4, 7], dtype=torch.int32)), r"boundaries \[0, 4, 7\] do not rise from 0 to the 8 rows"),
     (lambda made: tensors(made, cu_seqlens_q=torch.tensor([0, 9, 8], dtype=torch.int32)), "do not rise"),

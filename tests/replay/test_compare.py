@@ -45,7 +45,9 @@ def test_nan_on_both_sides_fails_unless_allowed():
     assert "allowed" in allowed.notes[0]
 
 
-@pytest.mark.parametrize(("ours", "theirs"), [(math.nan, 1.0), (1.0, math.nan), (math.inf, -math.inf), (math.inf, 1.0), (1.0, math.inf), (-math.inf, 0.0)])
+@pytest.mark.parametrize(
+    ("ours", "theirs"), [(math.nan, 1.0), (1.0, math.nan), (math.inf, -math.inf), (math.inf, 1.0), (1.0, math.inf), (-math.inf, 0.0)]
+)
 def test_what_is_not_finite_must_agree_by_position(ours, theirs):
     actual, expected = torch.ones(3, 4), torch.ones(3, 4)
     actual[1, 2], expected[1, 2] = ours, theirs

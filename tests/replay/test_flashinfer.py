@@ -14,18 +14,20 @@ from mlactl.replay import oracle
 from mlactl.replay.importers.flashinfer import import_dumps, parameter_names
 
 PLAN = (
-    "(self, qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, kv_indices: torch.Tensor, kv_len_arr: torch.Tensor, num_heads: int, head_dim_ckv: int, "
-    "head_dim_kpe: int, page_size: int, causal: bool, sm_scale: float, q_data_type: torch.dtype, kv_data_type: torch.dtype, use_profiler: bool = False) -> None"
+    "(self, qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, kv_indices: torch.Tensor, kv_len_arr: torch.Tensor, num_heads: int, "
+    "head_dim_ckv: int, head_dim_kpe: int, page_size: int, causal: bool, sm_scale: float, q_data_type: torch.dtype, "
+    "kv_data_type: torch.dtype, use_profiler: bool = False) -> None"
 )
 RUN = (
     "(self, q_nope: torch.Tensor, q_pe: torch.Tensor, ckv_cache: torch.Tensor, kpe_cache: torch.Tensor, out: Optional[torch.Tensor] = None, "
-    "lse: Optional[torch.Tensor] = None, return_lse: bool = False, profiler_buffer: Optional[torch.Tensor] = None, return_lse_base_on_e: bool = False) -> "
-    "Union[torch.Tensor, Tuple[torch.Tensor, torch.Tensor]]"
+    "lse: Optional[torch.Tensor] = None, return_lse: bool = False, profiler_buffer: Optional[torch.Tensor] = None, "
+    "return_lse_base_on_e: bool = False) -> Union[torch.Tensor, Tuple[torch.Tensor, torch.Tensor]]"
 )
 DECODE = (
-    "(query: torch.Tensor, kv_cache: torch.Tensor, workspace_buffer: torch.Tensor, qk_nope_head_dim: int, kv_lora_rank: int, qk_rope_head_dim: int, "
-    "block_tables: torch.Tensor, seq_lens: torch.Tensor, max_seq_len: int, sparse_mla_top_k: int = 0, out: Optional[torch.Tensor] = None, "
-    "bmm1_scale: Union[float, torch.Tensor] = 1.0, bmm2_scale: Union[float, torch.Tensor] = 1.0, sinks: Optional[List[torch.Tensor]] = None) -> torch.Tensor"
+    "(query: torch.Tensor, kv_cache: torch.Tensor, workspace_buffer: torch.Tensor, qk_nope_head_dim: int, kv_lora_rank: int, "
+    "qk_rope_head_dim: int, block_tables: torch.Tensor, seq_lens: torch.Tensor, max_seq_len: int, sparse_mla_top_k: int = 0, "
+    "out: Optional[torch.Tensor] = None, bmm1_scale: Union[float, torch.Tensor] = 1.0, bmm2_scale: Union[float, torch.Tensor] = 1.0, "
+    "sinks: Optional[List[torch.Tensor]] = None) -> torch.Tensor"
 )
 
 
@@ -33,14 +35,21 @@ def dump(root, order, function, signature, positional=(), keywords=None, results
     """One call's folder, as the dump writes it: tensors apart from other arguments, two metadata lines."""
     folder = root / f"20260101_0000{order:02d}_000_pid7_{function}_call0001"
     folder.mkdir(parents=True)
-    named = {**{f"arg_{place}": value for place, value in enumerate(positional)}, **{f"kwarg_{name}": value for name, value in (keywords or {}).items()}}
+    named = {
+        **{f"arg_{place}": value for place, value in enumerate(positional)},
+        **{f"kwarg_{name}": value for name, value in (keywords or {}).items()},
+    }
     tensors = {name: value.contiguous() for name, value in named.items() if isinstance(value, torch.Tensor)}
     if tensors:
         save_file(tensors, folder / "inputs.safetensors")
     record = {
-        "function_name": function, "process_id": 7, "input_metadata": {name: value for name, value in named.items() if name not in tensors},
-        "function_signature": signature, "versions": {"torch": "2.9", "python": "3.11 (main)", "flashinfer": "0.6"}, "execution_status": "inputs_saved",
-    }  # fmt: skip
+        "function_name": function,
+        "process_id": 7,
+        "input_metadata": {name: value for name, value in named.items() if name not in tensors},
+        "function_signature": signature,
+        "versions": {"torch": "2.9", "python": "3.11 (main)", "flashinfer": "0.6"},
+        "execution_status": "inputs_saved",
+    }
     if object_id is not None:
         record["self_id"] = object_id
     lines = [record]
@@ -68,9 +77,15 @@ def wrapper_dumps(root, made, *, plan=True, results=True, causal=True, base_e=Fa
     keywords = {"return_lse": True, **({"return_lse_base_on_e": True} if base_e else {})}
     lse = made.lse if base_e else made.lse / math.log(2)
     dump(
-        root, 2, "BatchMLAPagedAttentionWrapper.run", RUN, (SELF, q[..., :512], q[..., 512:], kv[..., :512], kv[..., 512:]), keywords,
-        (made.output, lse) if results else (), object_id=99,
-    )  # fmt: skip
+        root,
+        2,
+        "BatchMLAPagedAttentionWrapper.run",
+        RUN,
+        (SELF, q[..., :512], q[..., 512:], kv[..., :512], kv[..., 512:]),
+        keywords,
+        (made.output, lse) if results else (),
+        object_id=99,
+    )
 
 
 @pytest.mark.parametrize("base_e", [False, True])
@@ -104,10 +119,18 @@ def decode_dump(root, made, **keywords):
     batch = len(made.tensors["cache_seqlens"])
     query = made.tensors["q"].reshape(batch, -1, made.heads, 576)
     given = {
-        "query": query, "kv_cache": made.tensors["kv_cache"], "workspace_buffer": torch.zeros(4, dtype=torch.int8), "qk_nope_head_dim": 128,
-        "kv_lora_rank": 512, "qk_rope_head_dim": 64, "block_tables": made.tensors["page_table"].clamp_min(0), "seq_lens": made.tensors["cache_seqlens"],
-        "max_seq_len": 45, "bmm1_scale": made.call.sm_scale, **keywords,
-    }  # fmt: skip
+        "query": query,
+        "kv_cache": made.tensors["kv_cache"],
+        "workspace_buffer": torch.zeros(4, dtype=torch.int8),
+        "qk_nope_head_dim": 128,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "block_tables": made.tensors["page_table"].clamp_min(0),
+        "seq_lens": made.tensors["cache_seqlens"],
+        "max_seq_len": 45,
+        "bmm1_scale": made.call.sm_scale,
+        **keywords,
+    }
     return dump(root, 1, "trtllm_batch_decode_with_kv_cache_mla", DECODE, (), given, (made.output.reshape(*query.shape[:3], 512),))
 
 

@@ -40,9 +40,15 @@ class Binding:
         wide = torch.zeros(8, 2, 640, dtype=torch.bfloat16)
         wide[..., :576] = small.tensors["q"]
         self.tensors = SimpleNamespace(
-            q=wide[..., :576], kv_cache=pool, page_table=table, cache_seqlens=small.tensors["cache_seqlens"], cu_seqlens_q=None,
-            output=torch.full((8, 2, 512), float("nan"), dtype=torch.bfloat16), lse=torch.zeros(8, 2), sm_scale=small.call.sm_scale,
-        )  # fmt: skip
+            q=wide[..., :576],
+            kv_cache=pool,
+            page_table=table,
+            cache_seqlens=small.tensors["cache_seqlens"],
+            cu_seqlens_q=None,
+            output=torch.full((8, 2, 512), float("nan"), dtype=torch.bfloat16),
+            lse=torch.zeros(8, 2),
+            sm_scale=small.call.sm_scale,
+        )
         self.small, self.ids = small, ids
 
     def run(self):
@@ -91,7 +97,9 @@ def test_later_runs_and_ranks_take_other_names(tmp_path):
         for _ in range(2):
             with mlactl.capture(tmp_path, parallel=Parallel(dcp_rank=rank, dcp_world=2)):
                 Binding().run()
-    assert [path.name for path in captures.find([tmp_path])] == [f"00000{number}-verify-dcp{rank}.in.safetensors" for number in (0, 1) for rank in (0, 1)]
+    assert [path.name for path in captures.find([tmp_path])] == [
+        f"00000{number}-verify-dcp{rank}.in.safetensors" for number in (0, 1) for rank in (0, 1)
+    ]
 
 
 def test_a_killed_launch_keeps_its_inputs(tmp_path):
@@ -128,9 +136,11 @@ def test_recording_stops_after_the_limit_of_calls(tmp_path):
 
 
 def test_recording_stops_before_the_limit_of_bytes(tmp_path):
-    with pytest.warns(RuntimeWarning, match="200,000 bytes would be passed"), mlactl.capture(tmp_path, max_bytes=200_000) as found:
-        for _ in range(5):
+    with mlactl.capture(tmp_path, max_bytes=200_000) as found:
+        Binding().run()
+        with pytest.warns(RuntimeWarning, match="200,000 bytes would be passed"):
             Binding().run()
+        Binding().run()
     assert found.written_bytes == sum(path.stat().st_size for path in tmp_path.glob("*.safetensors")) <= 200_000
     assert found.count == 1
 
@@ -166,8 +176,9 @@ def test_a_full_disk_stops_recording_and_not_the_launch(tmp_path, monkeypatch):
 
     binding = Binding()
     monkeypatch.setattr(storage.os, "fsync", full)
-    with pytest.warns(RuntimeWarning, match="No space left"), mlactl.capture(tmp_path) as found:
-        output, _ = binding.run()
+    with mlactl.capture(tmp_path) as found:
+        with pytest.warns(RuntimeWarning, match="No space left"):
+            output, _ = binding.run()
         binding.run()
     assert torch.equal(output, binding.small.output)
     assert "No space left" in found.failed
@@ -195,10 +206,17 @@ def test_what_recorded_before_records_again(tmp_path):
 
 def test_the_environment_configures_a_recorder(tmp_path):
     assert recorder.from_environment({}) is None
-    found = recorder.from_environment({
-        "MLACTL_CAPTURE_DIR": str(tmp_path / "made"), "MLACTL_CAPTURE_MAX_COUNT": "7", "MLACTL_CAPTURE_MAX_BYTES": "1000",
-        "MLACTL_CAPTURE_INCLUDE": "a*, b*", "MLACTL_CAPTURE_PROFILE": "p", "MLACTL_CAPTURE_PARALLEL": "tp=1/2,dcp=3/4,interleave=16", "MLACTL_CAPTURE_LAYERS": "78",
-    })  # fmt: skip
+    found = recorder.from_environment(
+        {
+            "MLACTL_CAPTURE_DIR": str(tmp_path / "made"),
+            "MLACTL_CAPTURE_MAX_COUNT": "7",
+            "MLACTL_CAPTURE_MAX_BYTES": "1000",
+            "MLACTL_CAPTURE_INCLUDE": "a*, b*",
+            "MLACTL_CAPTURE_PROFILE": "p",
+            "MLACTL_CAPTURE_PARALLEL": "tp=1/2,dcp=3/4,interleave=16",
+            "MLACTL_CAPTURE_LAYERS": "78",
+        }
+    )
     assert found.folder.is_dir()
     assert found.limits == recorder.Limits(7, 1000, ("a*", "b*"))
     assert (found.profile, found.parallel, found.layers) == ("p", Parallel(1, 2, 3, 4, 16), 78)
@@ -227,10 +245,16 @@ def test_selected_slots_are_renumbered(tmp_path):
     call = SimpleNamespace(
         plan=SimpleNamespace(forward=spec, caps=SimpleNamespace(mode="decode")),
         tensors=SimpleNamespace(
-            q=torch.zeros(2, 8, 576, dtype=torch.bfloat16), kv_cache=pool, indices=indices, lengths=torch.tensor([3, 2], dtype=torch.int32), sm_scale=0.1,
-            latent_scale=0.37, output=torch.zeros(2, 8, 512, dtype=torch.bfloat16), lse=torch.zeros(2, 8),
+            q=torch.zeros(2, 8, 576, dtype=torch.bfloat16),
+            kv_cache=pool,
+            indices=indices,
+            lengths=torch.tensor([3, 2], dtype=torch.int32),
+            sm_scale=0.1,
+            latent_scale=0.37,
+            output=torch.zeros(2, 8, 512, dtype=torch.bfloat16),
+            lse=torch.zeros(2, 8),
         ),
-    )  # fmt: skip
+    )
     recorder.Recorder(tmp_path).snapshot(call)
     found = captures.read(tmp_path / "000000-decode")
     assert found.tensors["page_ids"].tolist() == [2, 9, 20]
@@ -255,3 +279,41 @@ def test_writing_as_another_user_into_a_closed_folder_is_said():
         done = subprocess.run([sys.executable, "-c", code, str(HERE), folder], capture_output=True, text=True, check=True)
         assert "Permission denied" in done.stdout
         assert names(Path(folder)) == []
+
+
+def test_the_dense_binding_records_its_own_call(tmp_path):
+    """The real binding with its launch replaced: what a recorder sees on a card, without one."""
+    from mlactl.kernels.mla import dense as kernel
+    from mlactl.kernels.mla import planner
+
+    made = finished(dense())
+    plan = planner.plan(planner.DenseCaps("verify", 2, 2, 48, 16, 132, "sm_90a", rows=4))
+    tensors = kernel.DenseTensors(
+        q=made.tensors["q"],
+        kv_cache=made.tensors["kv_cache"],
+        page_table=made.tensors["page_table"],
+        cache_seqlens=made.tensors["cache_seqlens"],
+        output=torch.zeros(8, 2, 512, dtype=torch.bfloat16),
+        lse=torch.zeros(8, 2),
+        scratch=torch.zeros(max(1, plan.scratch_bytes), dtype=torch.uint8),
+        sm_scale=made.call.sm_scale,
+    )
+    kernel.check(plan, tensors)
+    order = []
+
+    def launch():
+        order.append(names(tmp_path))
+        tensors.output.copy_(made.output)
+        tensors.lse.copy_(made.lse)
+
+    binding = kernel.DenseBinding(plan, tensors, (), (), launch)
+    with mlactl.capture(tmp_path):
+        output, _ = binding.run()
+    assert order == [["000000-verify.in.safetensors"]]
+    assert output is tensors.output
+    found = captures.read(tmp_path / "000000-verify")
+    assert found.call.spec == plan.forward
+    assert torch.equal(found.output, made.output)
+    assert found.tensors["cu_seqlens_q"].tolist() == [0, 4, 8]
+    binding.run()
+    assert len(names(tmp_path)) == 3

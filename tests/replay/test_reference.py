@@ -57,12 +57,27 @@ def test_selected_slots_skip_holes_and_count_duplicates():
     )
     indices = torch.tensor([[5, -1, 40, 5, 7], [-1, -1, -1, -1, -1], [0, 47, 1, 2, 3]], dtype=torch.int32)
     made = Capture(
-        "s", call,
-        {"q": base.tensors["q"][:3], "kv_cache": kv, "page_ids": torch.arange(3), "indices": indices, "lengths": torch.tensor([4, 5, 2], dtype=torch.int32)},
-    )  # fmt: skip
+        "s",
+        call,
+        {
+            "q": base.tensors["q"][:3],
+            "kv_cache": kv,
+            "page_ids": torch.arange(3),
+            "indices": indices,
+            "lengths": torch.tensor([4, 5, 2], dtype=torch.int32),
+        },
+    )
     chosen = ([5, 40, 5], [], [0, 47])
     flat = decode(kv.flatten(0, 1), RECORDS["nvfp4_ds_mla_432"], latent_scale=0.37, dtype=torch.float64)
     close(oracle.reference(made, "fp64", device="cpu"), brute(made, lambda row: flat[chosen[row]]), 1e-10)
+
+
+@pytest.mark.parametrize("lengths", [(20, 45), (2, 0, 17), (64,)])
+def test_the_kernels_reference_and_ours_agree(lengths, monkeypatch):
+    made = dense(lengths=lengths)
+    theirs = oracle.reference(made, "fp64", device="cpu")
+    monkeypatch.setattr(oracle, "_covered", lambda capture: False)
+    close(oracle.reference(made, "fp64", device="cpu"), theirs)
 
 
 @pytest.mark.parametrize("made", [dense(), dense(lengths=(40, 9), window=5), dense(lengths=(0, 3, 64))])
@@ -77,7 +92,7 @@ def test_some_rows_are_those_rows():
 
 
 def test_blocks_of_logits_change_nothing(monkeypatch):
-    made = dense()
+    made = dense(own=[17, 18, 19, 20, 42, 43, 44, 45])
     whole = oracle.reference(made, "fp64", device="cpu")
     monkeypatch.setattr(oracle, "_LOGITS", 50)
     close(oracle.reference(made, "fp64", device="cpu"), whole)
