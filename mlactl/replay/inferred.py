@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from mlactl.replay.attention import RowView, views
 from mlactl.replay.compare import Cluster
+from mlactl.replay.ranges import GRAIN_TOKENS
 
 if TYPE_CHECKING:
     import torch
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from mlactl.replay.report import Pair
 
 CHUNK_TOKENS = 64
-MAX_ROWS = 16
+MAX_ROWS = 8
 MIN_CORRELATION = 0.3
 """Under this an axis says nothing."""
 
@@ -55,11 +56,11 @@ def inferred_clusters(
 
 
 def split_of(positions: torch.Tensor, splits: int) -> torch.Tensor:
-    """The split that each key of a row falls into when its keys are cut evenly."""
+    """The split that each key of a row falls into when its chunks of 16 tokens are cut evenly."""
     if not len(positions):
         return positions
-    length = int(positions[-1]) + 1
-    return positions // max(1, -(-length // splits))
+    chunks = int(positions[-1]) // GRAIN_TOKENS + 1
+    return positions // (-(-chunks // splits) * GRAIN_TOKENS)
 
 
 def _axis(

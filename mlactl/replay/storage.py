@@ -103,18 +103,32 @@ def _publish(temporary: Path, path: Path) -> None:
         temporary.replace(path)
 
 
+def read_header(path: Path) -> FileHeader:
+    """The header of one file alone; raises BadCapture or CannotRun."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            return _header_of(file.metadata(), path)
+    except SafetensorError as error:
+        raise BadCapture(f"{path}: not a whole safetensors file: {error}") from error
+    except OSError as error:
+        raise CannotRun(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def _header_of(metadata: Mapping[str, str] | None, path: Path) -> FileHeader:
+    if METADATA_KEY not in (metadata or {}):
+        raise BadCapture(f"{path}: no metadata key {METADATA_KEY!r}, so it is no capture", hint="mlactl diff compares plain safetensors files")
+    return parse((metadata or {})[METADATA_KEY], str(path))
+
+
 def read_file(path: Path) -> tuple[FileHeader, dict[str, torch.Tensor]]:
     """Header and tensors of one file, every digest checked; raises BadCapture or CannotRun. Tensors are mapped, not copied."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            if METADATA_KEY not in metadata:
-                raise BadCapture(
-                    f"{path}: no metadata key {METADATA_KEY!r}, so it is no capture", hint="mlactl diff compares plain safetensors files"
-                )
-            header = parse(metadata[METADATA_KEY], str(path))
+            header = _header_of(file.metadata(), path)
             names = set(file.keys())
             if names != set(header.tensors):
                 raise BadCapture(f"{path}: holds tensors {sorted(names)}, declares {sorted(header.tensors)}")

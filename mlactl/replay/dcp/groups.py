@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from mlactl.errors import MlactlError
 from mlactl.replay import capture as captures
-from mlactl.replay import oracle
+from mlactl.replay import oracle, storage
 from mlactl.replay.capture import Capture
 from mlactl.replay.compare import Cluster
 from mlactl.replay.dcp.merge import merge_results
@@ -44,11 +44,14 @@ def find_groups(paths: Sequence[Path]) -> tuple[Group, ...]:
     found: dict[tuple[object, ...], dict[int, Capture]] = {}
     for path in paths:
         try:
+            call = storage.read_header(path).call
+            if call is None or call.parallel.dcp_world == 1:
+                continue
             capture = captures.read(path)
         except MlactlError:
             continue  # it has a report of its own
         parallel = capture.call.parallel
-        if parallel.dcp_world == 1 or capture.output is None or capture.lse is None:
+        if capture.output is None or capture.lse is None:
             continue
         starts = capture.facts["cu_seqlens_q"].sha256 if capture.dense else ""
         key = (
