@@ -235,7 +235,8 @@ class _Run:
 
     def _take_last(self, worker: _Worker) -> None:
         """What a stopped worker had finished counts; a failure does not, because stopping it makes the compiler fail."""
-        if worker.item is None:
+        # Ctrl-C may have come between recording an answer and handing out the next object: that one counts once.
+        if worker.item is None or worker.item in {outcome.item for outcome in self.outcomes}:
             return
         worker.process.wait()
         answer = worker.answer()

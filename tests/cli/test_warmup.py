@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from mlactl.cache import elf
-from mlactl.cache.entry import Status
+from mlactl.cache.entry import Status, examine
 from mlactl.cache.store import Store
 
 TINY = Path(__file__).with_name("tiny_warmup.py")
@@ -65,8 +65,6 @@ def entries(cli):
 
 def assert_valid(cli, count):
     """The cache holds `count` entries, each right down to its machine code, and nothing else."""
-    from mlactl.cache.load import examine
-
     found = entries(cli)
     assert [entry.status for entry in map(examine, found)] == [Status.OK] * count
 
@@ -412,28 +410,30 @@ def test_kill_9_of_everything_leaves_a_valid_cache_and_the_next_run_does_the_res
 @pytest.mark.parametrize("mode", ["human", "json"])
 def test_ctrl_c_says_what_was_finished_and_leaves_a_valid_cache(tiny, mode):
     """Ctrl-C reached the workers too, which printed a traceback each and left the count unknown."""
-    env = {"TINY_COUNT": "5", "TINY_SLOW_S": "0.3"}
+    env = {"TINY_COUNT": "6", "TINY_SLOW_S": "0.5"}
     process = tiny.start(*WARMUP, "--jobs", "2", "--output", mode, env=env, start_new_session=True)
     wait_for(lambda: sum(entry.status is Status.OK for entry in entries(tiny)) >= 2)
     os.killpg(process.pid, signal.SIGINT)  # what a terminal does
     stdout, stderr = process.communicate(timeout=240)
     assert process.returncode == 130
     assert "Traceback" not in stderr
-    finished = len(entries(tiny))
-    assert 2 <= finished < 5
-    assert_valid(tiny, finished)
+    # A worker that does not unwind in time is killed, and a killed writer leaves a temporary or an uncommitted object.
+    found = Counter(entry.status for entry in map(examine, entries(tiny)))
+    finished = found.pop(Status.OK)
+    assert 2 <= finished < 6
+    assert set(found) <= {Status.TEMP, Status.NO_MANIFEST}
     assert stderr.splitlines()[-2:] == [
-        f"interrupted: {finished} of 5 missing objects were compiled and are in the cache",
+        f"interrupted: {finished} of 6 missing objects were compiled and are in the cache",
         "hint: mlactl warmup --profile ci-small --arch sm_120a takes up the rest",
     ]
     if mode == "json":
         document = json.loads(stdout)
         assert document["interrupted"] is True
-        assert Counter(entry["status"] for entry in document["entries"]) == {"compiled": finished, "missing": 5 - finished}
+        assert Counter(entry["status"] for entry in document["entries"]) == {"compiled": finished, "missing": 6 - finished}
     workers = {int(line.split()[1]) for line in tiny.log.read_text().splitlines()}
     wait_for(lambda: all(gone(pid) for pid in workers), seconds=20)
     assert tiny(*WARMUP, env=env).code == 0
-    assert_valid(tiny, 5)
+    assert_valid(tiny, 6)
 
 
 def test_sixteen_warmups_at_a_barrier_compile_each_key_once(tiny, tmp_path):
@@ -519,7 +519,7 @@ def test_keys_are_completed_from_the_cache(tiny, warm):
         line = f"mlactl cache show {typed}"
         done = tiny(env={"_MLACTL_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": "3"})
         assert done.code == 0, done.stderr
-        return done.lines
+        return [line for line in done.lines if line]
 
     assert complete("") == keys
     assert complete(keys[0][:6]) == [key for key in keys if key.startswith(keys[0][:6])]
