@@ -17,6 +17,24 @@ from mlactl.kernels import registry
 from mlactl.kernels.errors import CompileFailed, EnvironmentUnfit
 from mlactl.kernels.spec import ARCHES, CompileSpec
 
+_CODE_VARIABLES = (
+    "CUTE_DSL_AUTO_M2S",
+    "CUTE_DSL_COMPILER_BACKEND",
+    "CUTE_DSL_COMPILER_OPT",
+    "CUTE_DSL_DEBUG",
+    "CUTE_DSL_DRYRUN",
+    "CUTE_DSL_ENABLE_ASSERTIONS",
+    "CUTE_DSL_ENABLE_PYIR",
+    "CUTE_DSL_LINEINFO",
+    "CUTE_DSL_LOC_TRACEBACKS",
+    "CUTE_DSL_TOLERATE_M2M",
+)
+"""Variables that change what nvidia-cutlass-dsl 4.8.1 compiles and that no explicit option overrides.
+
+Source: the fields marked `affects_compile` in its `base_dsl/env_manager.py`; CUTE_DSL_ARCH and CUTE_DSL_ENABLE_TVM_FFI
+lose to `compile_options`, CUTE_DSL_LIBS is held to the key's flavour.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Traced:
@@ -42,20 +60,33 @@ def load_export_libraries() -> str:
         ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
         flavour = next((part for part in Path(library).parts if part in ("cu12", "cu13")), flavour)
     if not flavour:
-        raise EnvironmentUnfit("nvidia-cutlass-dsl's runtime library is in neither a cu12 nor a cu13 folder", hint="pip install 'nvidia-cutlass-dsl[cu13]==4.8.1'")
+        raise EnvironmentUnfit(
+            "nvidia-cutlass-dsl's runtime library is in neither a cu12 nor a cu13 folder", hint="pip install 'nvidia-cutlass-dsl[cu13]==4.8.1'"
+        )
     return flavour
+
+
+def refuse_code_variables() -> None:
+    """Raises EnvironmentUnfit when the environment would change the machine code behind the cache key's back."""
+    found = [f"{name}={os.environ[name]}" for name in _CODE_VARIABLES if os.environ.get(name)]
+    if found:
+        raise EnvironmentUnfit(
+            f"{', '.join(found)} would change the machine code without changing its key", hint=f"unset {found[0].partition('=')[0]}"
+        )
 
 
 def compile_object(spec: CompileSpec, arch: str, symbol: str, flavour: str, out: Path) -> None:
     """Compiles `spec` for `arch` and writes the relocatable object to `out`, its function exported as `symbol`.
 
     `flavour` is what the cache key was computed with; a compiler of the other flavour gives different machine code, so
-    that mismatch raises EnvironmentUnfit. Raises NotBuiltYet for a declared kernel without code and CompileFailed, with
-    the compiler's own words, for anything else that goes wrong, an export that writes nothing included.
+    that mismatch raises EnvironmentUnfit, as do variables that change the code. Raises NotBuiltYet for a declared kernel
+    without code and CompileFailed, with the compiler's own words, for anything else that goes wrong, an export that
+    writes nothing included.
     """
     declared = registry.require_built(spec)
     assert declared.builder is not None
     options = compile_options(arch)
+    refuse_code_variables()
     actual = load_export_libraries()
     if actual != flavour:
         raise EnvironmentUnfit(

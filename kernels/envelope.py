@@ -63,7 +63,9 @@ def _sparse_specs(envelope: SparseEnvelope) -> list[CompileSpec]:
         outputs = ("direct",) if mode == "prefill" else ("split", "direct")
         for identity in envelope.identities:
             for output in outputs:
-                specs.append(kernel.spec(tile="heads16", output=output, q_dtype=envelope.q_dtype, record=envelope.record, latent_scale_identity=identity))
+                specs.append(
+                    kernel.spec(tile="heads16", output=output, q_dtype=envelope.q_dtype, record=envelope.record, latent_scale_identity=identity)
+                )
         if mode != "prefill":
             specs += [registry.DENSE_MERGE.spec(groups=groups, value_width=512) for groups in policy.MERGE_GROUPS]
     return specs

@@ -46,5 +46,9 @@ class BadObject(MlactlError):
     """An object that does not hold what its manifest says; it was not loaded."""
 
 
+class PlanError(MlactlError):
+    """Capacities that no launch can have; names the capacity, its value and what is allowed."""
+
+
 class BindError(MlactlError):
     """Tensors or lengths that do not fit the plan; names the argument, the index and both values."""

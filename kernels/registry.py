@@ -79,6 +79,15 @@ class Kernel:
         return spec
 
 
+INFRASTRUCTURE = ("__init__.py", "mla/__init__.py", "compiler.py", "errors.py", "registry.py", "spec.py")
+"""Kernel modules that a compiling process loads but that do not shape the code: they are in no kernel's `sources`. Of what
+they decide, the spec and the compile options are in the key by themselves."""
+
+_FORWARD_SOURCES = tuple(
+    f"mla/{name}.py" for name in ("arguments", "config", "epilogue", "forward", "loaders", "mma", "ptx", "records", "schedule", "softmax")
+)
+_MERGE_SOURCES = tuple(f"mla/{name}.py" for name in ("arguments", "merge", "ptx"))
+
 _OUTPUT = Fact("output", str, "split writes fp32 partials and LSE for the merge; direct writes the bf16 output", ("split", "direct"))
 _TILE = Fact(
     "tile",
@@ -97,7 +106,9 @@ DENSE_FORWARD = Kernel(
         Fact("q_dtype", str, "query element type", ("bf16", "e4m3")),
         Fact("record", str, "KV record, docs/nvfp4.md has the layouts", ("bf16", "fp8")),
         Fact("width", int, "elements of one KV record: latent plus RoPE", (576, 1088)),
-        Fact("lengths", str, "causal: right-aligned from the request's cache length; per_query: each row's own visible length", ("causal", "per_query")),
+        Fact(
+            "lengths", str, "causal: right-aligned from the request's cache length; per_query: each row's own visible length", ("causal", "per_query")
+        ),
         Fact("selection", str, "exact: every visible chunk; sparse: the opt-in strided selection", ("exact", "sparse")),
         Fact("window", bool, "only the last `window` visible keys count", (False, True)),
     ),
@@ -112,8 +123,8 @@ DENSE_FORWARD = Kernel(
         Bump(4, "widths 576 and 1088, windows"),
         Bump(5, "per-query cache lengths and the sparse policy became facts"),
     ),
-    sources=(),
-    builder="mlactl.kernels.mla.dense:build_forward",
+    sources=_FORWARD_SOURCES,
+    builder="mlactl.kernels.mla.forward:build",
     built={"q_dtype": ("bf16",), "record": ("bf16",), "width": (576,), "lengths": ("causal",), "selection": ("exact",), "window": (False,)},
 )
 
@@ -130,8 +141,8 @@ DENSE_MERGE = Kernel(
         Bump(4, "active splits became a runtime argument"),
         Bump(5, "split bounds follow the live length of each request; empty splits are never read"),
     ),
-    sources=(),
-    builder="mlactl.kernels.mla.dense:build_merge",
+    sources=_MERGE_SOURCES,
+    builder="mlactl.kernels.mla.merge:build",
     built={"value_width": (512,)},
 )
 
@@ -172,9 +183,7 @@ SPARSE_PREFILL = Kernel(
     ),
 )
 
-KERNELS: Mapping[str, Kernel] = {
-    kernel.kernel_id: kernel for kernel in (DENSE_FORWARD, DENSE_MERGE, SPARSE_DECODE, SPARSE_PREFILL)
-}
+KERNELS: Mapping[str, Kernel] = {kernel.kernel_id: kernel for kernel in (DENSE_FORWARD, DENSE_MERGE, SPARSE_DECODE, SPARSE_PREFILL)}
 
 
 def kernel(kernel_id: str) -> Kernel:

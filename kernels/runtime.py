@@ -56,9 +56,11 @@ class ObjectSource(Protocol):
 class CallRecorder(Protocol):
     """Who records a call: `before` sees the inputs and returns a token that `after` gets with the outputs."""
 
-    def before(self, call: object) -> object: ...
+    def before(self, call: object) -> object:
+        """Called ahead of the launches with the binding; returns a token."""
 
-    def after(self, token: object, output: Any, lse: Any) -> None: ...
+    def after(self, token: object, output: Any, lse: Any) -> None:
+        """Called after the launches with `before`'s token and the outputs."""
 
 
 @dataclass(slots=True)
@@ -140,7 +142,9 @@ def _load_object(found: VerifiedObject) -> tuple[Launch, object, object | None]:
             module = tvm_ffi.load_module(str(path))
             function = module.get_function(found.symbol)
         except Exception as error:
-            raise BadObject(f"{found.origin} could not be loaded as {found.symbol}: {error}", hint=f"mlactl cache verify; mlactl cache show {found.key}") from error
+            raise BadObject(
+                f"{found.origin} could not be loaded as {found.symbol}: {error}", hint=f"mlactl cache verify; mlactl cache show {found.key}"
+            ) from error
         if function is None:
             raise BadObject(f"{found.origin} holds no function {found.symbol}", hint=f"mlactl cache verify; mlactl cache show {found.key}")
     finally:
@@ -160,7 +164,10 @@ def _load_runtime(flavour: str) -> None:
         ctypes.CDLL(os.fspath(path), mode=ctypes.RTLD_GLOBAL)
         _runtime_flavour = flavour
     elif _runtime_flavour != flavour:
-        raise EnvironmentUnfit(f"an object needs the {flavour} runtime library, this process already loaded {_runtime_flavour}", hint="mlactl cache stats shows which toolchains warmed this cache")
+        raise EnvironmentUnfit(
+            f"an object needs the {flavour} runtime library, this process already loaded {_runtime_flavour}",
+            hint="mlactl cache stats shows which toolchains warmed this cache",
+        )
 
 
 def runtime_library(flavour: str) -> Path:

@@ -30,6 +30,7 @@ class CompileSpec:
 
     @classmethod
     def of(cls, kernel_id: str, version: int, facts: Mapping[str, FactValue] | Iterable[tuple[str, FactValue]]) -> CompileSpec:
+        """A spec of facts in any order."""
         pairs = facts.items() if isinstance(facts, Mapping) else facts
         return cls(kernel_id, version, tuple(sorted(pairs)))
 

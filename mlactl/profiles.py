@@ -16,7 +16,7 @@ from typing import Any
 
 from mlactl.errors import CannotRun, MlactlError, UsageError
 from mlactl.kernels.envelope import DenseEnvelope, Envelope, SparseEnvelope, enumerate_specs
-from mlactl.kernels.registry import DENSE_FORWARD, SPARSE_DECODE, Kernel
+from mlactl.kernels.registry import DENSE_FORWARD, SPARSE_DECODE, Kernel, not_built
 from mlactl.kernels.spec import CompileSpec, FactValue
 from mlactl.profile_file import Finding, Values, read_file
 
@@ -184,6 +184,10 @@ class Profile:
         found = [spec for envelope in self.envelopes(identities) for spec in enumerate_specs(envelope)]
         return tuple(dict.fromkeys(found))
 
+    def unbuilt(self, identities: tuple[int, ...] | None = None) -> tuple[tuple[CompileSpec, str], ...]:
+        """The specs this release declares and cannot compile yet, each with the reason."""
+        return tuple((spec, reason) for spec in self.specs(identities) if (reason := not_built(spec)) is not None)
+
     def as_json(self) -> dict[str, Any]:
         """The profile with its computed numbers, JSON-able."""
         document = asdict(self)
@@ -241,8 +245,6 @@ def load(name_or_path: str) -> Profile:
     """The profile of that name or path; raises UnknownProfile, BadProfile or CannotRun."""
     path = locate(name_or_path)
     profile, findings = examine(path)
-    if profile is not None and path.parent in [folder for _, folder in folders()] and profile.name != path.stem:
-        findings = (Finding("name", f"{profile.name!r} is not the file's name {path.stem!r}, by which it is found"),)
     if profile is None or findings:
         raise BadProfile(path, findings)
     return profile
@@ -254,7 +256,9 @@ def examine(path: Path) -> tuple[Profile | None, tuple[Finding, ...]]:
     if findings:
         return None, tuple(findings)
     profile = _build(values, path)
-    return profile, (*_misfits(profile), *_scale_file_misfits(profile))
+    if path.parent in [folder for _, folder in folders()] and profile.name != path.stem:
+        findings.append(Finding("name", f"{profile.name!r} is not the file's name {path.stem!r}, by which it is found"))
+    return profile, (*findings, *_misfits(profile), *_scale_file_misfits(profile))
 
 
 def _build(values: Values, path: Path) -> Profile:

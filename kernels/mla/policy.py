@@ -8,34 +8,109 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mlactl.kernels import registry
+from mlactl.kernels.mla.config import CHUNK_TOKENS, TILE_ROWS
+from mlactl.kernels.mla.records import LATENT_ELEMENTS
 from mlactl.kernels.spec import CompileSpec
 
 if TYPE_CHECKING:
     from mlactl.kernels.envelope import DenseEnvelope
 
-MERGE_GROUPS = (1, 4, 8)
-"""Variants of the merge by how many groups of splits a block reduces side by side."""
+MODES = ("decode", "verify", "extend")
+"""One query row a request; a fixed number of rows (draft rows plus one); any number of rows."""
+
+MERGE_GROUPS = (1, 8)
+"""Variants of the merge that launches use, by how many groups of splits a block reduces side by side."""
+
+_FINE_SPLITS = 4
+"""Splits a processor when there are more units than processors: pieces small enough that the last wave is short."""
+
+_WALKED_SPLITS = 24
+"""Splits that one group of the merge walks in three batches of loads; more are faster side by side."""
 
 
-def tile_for(packed_rows: int) -> str:
-    """Tile variant for a request of `packed_rows` (query rows times heads)."""
+def tile_for(mode: str, packed_rows: int) -> str:
+    """Tile variant for requests of `packed_rows` (query rows times heads); extend, whose rows vary, always takes the widest."""
+    if mode == "extend":
+        return "row64"
     if packed_rows <= 16:
         return "tok16"
     # 96 rows fill three 32-row tiles but only one and a half 64-row ones.
     return "tok32" if packed_rows <= 32 or packed_rows == 96 else "row64"
 
 
+def units_bound(tile: str, requests: int, query_rows: int, heads: int, *, ragged: bool) -> int:
+    """Most (request, tile) pairs a launch can have: `query_rows` rows in all, over `requests` requests.
+
+    `ragged`: requests may divide the rows in any way, so that each may leave one tile partly filled.
+    """
+    packed = query_rows * heads
+    if ragged:
+        return packed // TILE_ROWS[tile] + requests
+    return requests * -(-(packed // requests) // TILE_ROWS[tile])
+
+
+def split_budget(units: int, requests: int, multiprocessors: int) -> int:
+    """Blocks that a launch of `units` units is spread over, or 0 when units are not split.
+
+    Up to one unit a processor: one wave. A few units a processor: several short waves, so that neither the last wave nor
+    one long request dominates. Beyond that, and for one request that fills over half of the processors, splitting gains nothing.
+    """
+    if units >= _FINE_SPLITS * multiprocessors or (requests == 1 and 2 * units > multiprocessors):
+        return 0
+    return multiprocessors if units <= multiprocessors else units + _FINE_SPLITS * multiprocessors
+
+
+def merge_groups(units: int, budget: int) -> int:
+    """Merge variant for an even batch of `units` units: few splits are walked by one group, many by eight side by side."""
+    return MERGE_GROUPS[0] if budget <= _WALKED_SPLITS * units else MERGE_GROUPS[1]
+
+
+def forward_output(mode: str, budget: int) -> str:
+    """`output` fact of the forward kernel. Decode and verify use one object whether they split or not; extend, most often
+    unsplit, has its own without the partials."""
+    return "direct" if mode == "extend" and budget == 0 else "split"
+
+
+def chunks_of(tokens: int) -> int:
+    """Chunks that a cache length takes."""
+    return -(-tokens // CHUNK_TOKENS)
+
+
+def forward_spec(
+    mode: str, tile: str, output: str, q_dtype: str, record: str, width: int, *, per_query: bool, sparse: bool, window: bool
+) -> CompileSpec:
+    """The forward spec of one launch."""
+    return registry.DENSE_FORWARD.spec(
+        tile=tile,
+        output=output,
+        q_dtype=q_dtype,
+        record=record,
+        width=width,
+        lengths="per_query" if mode == "verify" and per_query else "causal",
+        selection="sparse" if sparse else "exact",
+        window=window,
+    )
+
+
 def dense_specs(envelope: DenseEnvelope) -> list[CompileSpec]:
-    """Every dense spec that the envelope's modes can launch: split and direct forward per tile, and the merges."""
-    rows = {"decode": (1,), "verify": envelope.verify_rows, "extend": (64,)}
+    """Every dense spec that the envelope's modes can launch: the forwards of each tile, and the merges."""
+    rows = {"decode": (1,), "verify": envelope.verify_rows, "extend": (1,)}
     specs: list[CompileSpec] = []
     for mode in envelope.modes:
         for count in rows[mode]:
-            for output in ("split", "direct"):
+            tile = tile_for(mode, count * envelope.heads)
+            for output in dict.fromkeys(forward_output(mode, budget) for budget in (1, 0)):
                 specs.append(
-                    registry.DENSE_FORWARD.spec(
-                        tile=tile_for(count * envelope.heads), output=output, q_dtype=envelope.q_dtype, record=envelope.record, width=envelope.width,
-                        lengths="per_query" if mode == "verify" and envelope.per_query else "causal", selection="exact", window=envelope.window,
+                    forward_spec(
+                        mode,
+                        tile,
+                        output,
+                        envelope.q_dtype,
+                        envelope.record,
+                        envelope.width,
+                        per_query=envelope.per_query,
+                        sparse=False,
+                        window=envelope.window,
                     )
                 )
-    return specs + [registry.DENSE_MERGE.spec(groups=groups, value_width=512 if envelope.width == 576 else 1024) for groups in MERGE_GROUPS]
+    return specs + [registry.DENSE_MERGE.spec(groups=groups, value_width=LATENT_ELEMENTS[envelope.width]) for groups in MERGE_GROUPS]

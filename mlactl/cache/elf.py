@@ -27,7 +27,9 @@ SHT_SYMTAB, SHT_STRTAB, SHT_NOTE, SHT_NOBITS, SHT_DYNSYM = 2, 3, 7, 8, 11
 SHF_COMPRESSED = 0x800
 HOST_MACHINES = {62: "x86_64", 183: "aarch64"}
 
+MAX_OBJECT_BYTES = 64 << 20
 MAX_SECTIONS = 4096
+MAX_NAME_BYTES = 8192
 MAX_SIGNATURE_BYTES = 65_536
 MAX_CUBINS = 16
 
@@ -52,8 +54,8 @@ class BadElf(Exception):
 class KernelResources:
     """What one device kernel takes: registers a thread, stack and local bytes a thread, static shared bytes a block.
 
-    `static_smem_bytes` is the size of the kernel's `.nv.shared` section; from sm_90 on it includes the 1,024 bytes the
-    driver reserves in each block. Shared memory asked for at launch is in no ELF: the manifest records it.
+    `static_smem_bytes` is the size of the kernel's `.nv.shared` section; kernels that ask for shared memory at launch were
+    seen with 1,024 bytes there, the driver's own share of each block. What is asked for at launch is in no ELF.
     """
 
     name: str
@@ -123,6 +125,8 @@ def inspect(data: bytes | memoryview) -> ObjectFacts:
 
 def identify(data: bytes | memoryview) -> ObjectIdentity:
     """An object's exported functions, signature, arch and cubin, about 60 us; raises BadElf."""
+    if len(data) > MAX_OBJECT_BYTES:
+        raise BadElf(f"{len(data)} bytes, more than the {MAX_OBJECT_BYTES} an object can have")
     data = bytes(data)
     host = _read_elf(data, 0, "object")
     machine = HOST_MACHINES.get(host.machine)
@@ -145,13 +149,16 @@ def _read_elf(data: bytes, at: int, part: str) -> _Elf:
     room = len(data) - at
     if room < _HEADER.size or data[at : at + 4] != ELF_MAGIC:
         raise BadElf(f"no ELF: {room} bytes that start with {data[at : at + 4].hex() or 'nothing'}", part)
-    ident, kind, machine, _, _, _, table, flags, _, _, _, entry, count, names_index = _HEADER.unpack_from(data, at)
+    ident, kind, machine, _, _, segments, table, flags, _, segment, segment_count, entry, count, names_index = _HEADER.unpack_from(data, at)
     if ident[4:6] != b"\x02\x01":
         raise BadElf("not a 64-bit little-endian ELF", part)
     if entry != _SECTION.size or not 0 < count <= MAX_SECTIONS or table + count * entry > room or names_index >= count:
         raise BadElf(f"its section table ({count} entries of {entry} bytes at {table}) does not fit {room} bytes: cut short or damaged", part)
     sections = tuple(map(_Section._make, _SECTION.iter_unpack(memoryview(data)[at + table : at + table + count * entry])))
-    end = table + count * entry
+    # A cubin has its program headers last.
+    end = max(table + count * entry, segments + segment_count * segment)
+    if end > room:
+        raise BadElf(f"its program headers end at byte {end} of {room}: cut short or damaged", part)
     for section in sections:
         if section.kind not in (0, SHT_NOBITS):
             if section.offset + section.size > room:
@@ -164,7 +171,7 @@ def _read_elf(data: bytes, at: int, part: str) -> _Elf:
 
 
 def _string(table: bytes, at: int) -> bytes:
-    end = table.find(b"\0", at)
+    end = table.find(b"\0", at, at + MAX_NAME_BYTES)
     return table[at:end] if 0 <= at <= end else b""
 
 

@@ -23,6 +23,9 @@ from mlactl.errors import Interrupted, MlactlError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+COMPLETION_VARIABLE = "_MLACTL_COMPLETE"
+"""Set by the shell's completion script, which typer answers."""
+
 BROKEN_PIPE_EXIT = 141
 """What a shell reports for a program that SIGPIPE ended."""
 
@@ -112,19 +115,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: Sequence[str] | None) -> int:
     try:
-        result = get_command(app).main(args=None if argv is None else list(argv), prog_name="mlactl", standalone_mode=False)
-        # Without standalone mode typer returns 130 for Ctrl-C and the code of `typer.Exit`, else what the command returned.
-        code = result if isinstance(result, int) else 0
-        if code == 130:
-            raise Interrupted("interrupted")
-        return code
-    except (Interrupted, KeyboardInterrupt) as error:
-        sys.stderr.write(f"{error.message if isinstance(error, Interrupted) else 'interrupted'}\n")
-        if isinstance(error, Interrupted) and error.hint:
-            sys.stderr.write(f"hint: {error.hint}\n")
-        return 130
+        return _invoke(list(sys.argv[1:] if argv is None else argv))
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        return Interrupted.exit_code
+    except Interrupted as error:
+        sys.stderr.write(f"{error.message}\n" + (f"hint: {error.hint}\n" if error.hint else ""))
+        return error.exit_code
     except MlactlError as error:
         return _fail(error)
+    except typer.Exit as error:
+        return error.exit_code
     except typer.TyperException as error:
         return _usage_error(error)
     except typer.Abort:
@@ -139,6 +140,17 @@ def _run(argv: Sequence[str] | None) -> int:
                 hint="set MLACTL_DEBUG=1 and run it again to see the traceback",
             )
         )
+
+
+def _invoke(arguments: list[str]) -> int:
+    """Parses and runs one command; its return value is the exit code when it is a number."""
+    command = get_command(app)
+    if COMPLETION_VARIABLE in os.environ:
+        command.main(args=arguments, prog_name="mlactl", standalone_mode=False)
+    # Not through `main`, which would turn Ctrl-C and a closed pipe into exit codes of its own before they are seen here.
+    with command.make_context("mlactl", arguments) as context:
+        result = command.invoke(context)
+    return result if isinstance(result, int) else 0
 
 
 def _fail(error: MlactlError) -> int:

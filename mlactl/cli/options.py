@@ -49,10 +49,11 @@ def complete_profile(incomplete: str) -> list[str]:
 
 def complete_key(incomplete: str) -> list[str]:
     """Keys in the cache that start with what was typed; nothing, rather than an error, when it cannot be read."""
+    from mlactl.cache.listing import keys_that_start
     from mlactl.cache.store import Store
 
     try:
-        return sorted({entry.key for entry in Store.open().entries() if entry.key.startswith(incomplete)})
+        return keys_that_start(Store.open(), incomplete)
     except (MlactlError, OSError):
         return []
 

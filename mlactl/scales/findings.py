@@ -73,7 +73,9 @@ class Place(TypedDict, total=False):
 
 def _finding(severity: Severity, check: str, value: str, expected: str, effect: str, **place: Unpack[Place]) -> Finding:
     tensor = place.get("tensor")
-    return Finding(severity, check, place.get("layer"), None if tensor is None else plain(tensor), place.get("index"), value, expected, effect)
+    return Finding(
+        severity, check, place.get("layer"), None if tensor is None else plain(tensor), place.get("index"), safe(value), safe(expected), effect
+    )
 
 
 class Findings:
@@ -127,8 +129,15 @@ class InvalidScales(MlactlError):
         self.findings = findings
 
 
+def safe(text: object) -> str:
+    """Text made safe to print: control characters and lone surrogates of an untrusted file or path are spelled out."""
+    made = str(text)
+    if made.isprintable():
+        return made
+    return "".join(char if char.isprintable() else char.encode("unicode_escape", "surrogatepass").decode("ascii") for char in made)
+
+
 def plain(text: object) -> str:
-    """Text of an untrusted file made safe to print: no control characters or lone surrogates, and not endless."""
-    head = str(text)[: 4 * MAX_SHOWN_CHARS]
-    made = "".join(char if char.isprintable() else char.encode("unicode_escape", "surrogatepass").decode("ascii") for char in head)
+    """`safe` text that is not endless either: the middle of a very long name is left out."""
+    made = safe(str(text)[: 100 * MAX_SHOWN_CHARS])
     return made if len(made) <= 2 * MAX_SHOWN_CHARS else f"{made[:MAX_SHOWN_CHARS]}…{made[-MAX_SHOWN_CHARS // 2 :]}"

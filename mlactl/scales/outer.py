@@ -140,15 +140,21 @@ def examine_bytes(path: Path, data: bytes, profile: Profile | None = None) -> Ex
 
 def report_document(document: Document, findings: Findings) -> None:
     """What the JSON itself has against it, whatever it means."""
-    if document.byte_order_mark:
-        findings.warning(
-            "byte-order-mark",
-            "the file begins with EF BB BF",
-            "plain UTF-8",
-            "read here all the same; loaders that use Python's json refuse the file",
-        )
+    report_mark(document.byte_order_mark, findings)
     for path in document.duplicates:
-        findings.error("duplicate-key", "the key comes more than once", "one value a key", "loaders keep the last value in silence", tensor=path)
+        report_duplicate(path, findings)
+
+
+def report_mark(marked: bool, findings: Findings) -> None:
+    """Says that a byte order mark was there; it is read all the same."""
+    if marked:
+        effect = "read here all the same; loaders that use Python's json refuse the file"
+        findings.warning("byte-order-mark", "the file begins with EF BB BF", "plain UTF-8", effect)
+
+
+def report_duplicate(path: str, findings: Findings) -> None:
+    """Says that a key, by its path in the document, comes more than once."""
+    findings.error("duplicate-key", "the key comes more than once", "one value a key", "loaders keep the last value in silence", tensor=path)
 
 
 def _examine_object(path: Path, root: JsonObject, digest: str, findings: Findings, profile: Profile | None) -> Examined:

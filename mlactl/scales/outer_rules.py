@@ -209,7 +209,7 @@ def check_gscale(root: JsonObject, findings: Findings) -> tuple[LayerScale, ...]
     _same_layer_keys(entries, findings)
     found: dict[int, LayerScale] = {}
     for name, entry in entries.items():
-        layer = _layer_of(name)
+        layer = layer_of_key(name)
         scale = _gscale_value(name, layer, entry, findings)
         if layer is None or not _is_canonical(name):
             findings.error(
@@ -243,7 +243,8 @@ def _gscale_value(name: str, layer: int | None, entry: Any, findings: Findings) 
     return float32(value.value)
 
 
-def _layer_of(name: str) -> int | None:
+def layer_of_key(name: str) -> int | None:
+    """The layer that a JSON key means: the first `layers.<n>` of a module's name, or a bare number."""
     found = LAYER_IN_NAME.search(name)
     return int(found[1]) if found else int(name) if re.fullmatch(r"[0-9]{1,9}", name) else None
 
@@ -256,7 +257,7 @@ def _is_canonical(name: str) -> bool:
 def _same_layer_keys(entries: JsonObject, findings: Findings) -> None:
     first: dict[int, str] = {}
     for name in entries:
-        layer = _layer_of(name)
+        layer = layer_of_key(name)
         if layer is not None and first.setdefault(layer, name) != name:
             findings.error(
                 "same-layer",

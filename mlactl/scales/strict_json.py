@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,9 @@ from mlactl.scales.findings import MAX_SHOWN_CHARS, plain
 
 MAX_JSON_BYTES = 64 * 2**20
 """Far over any scale file, and over the index of the largest sharded checkpoints."""
+
+_PAIRS = json.JSONDecoder(object_pairs_hook=lambda pairs: pairs)
+_SPACES = frozenset(" \t\r\n")
 
 UTF8_BOM = b"\xef\xbb\xbf"
 
@@ -61,8 +64,8 @@ class Document:
     duplicates: tuple[str, ...]
 
 
-def parse(data: bytes) -> Document:
-    """Parses UTF-8 JSON with an optional byte order mark; raises MalformedJson for anything else."""
+def decode(data: bytes) -> tuple[str, bool]:
+    """The text of a JSON file and whether a byte order mark stood before it; raises MalformedJson when it has none."""
     marked = data.startswith(UTF8_BOM)
     try:
         text = data.decode("utf-8-sig" if marked else "utf-8")
@@ -70,6 +73,12 @@ def parse(data: bytes) -> Document:
         raise MalformedJson(f"byte {error.start} is not UTF-8") from None
     if not text.strip():
         raise MalformedJson("the file is empty" if not data else "there is nothing but white space in the file")
+    return text, marked
+
+
+def parse(data: bytes) -> Document:
+    """Parses UTF-8 JSON with an optional byte order mark; raises MalformedJson for anything else."""
+    text, marked = decode(data)
     duplicated = False
 
     def make_object(pairs: list[tuple[str, Any]]) -> JsonObject:
@@ -91,6 +100,46 @@ def parse(data: bytes) -> Document:
     except RecursionError:
         raise MalformedJson("nested too deeply") from None
     return Document(root, marked, tuple(_duplicate_paths(root)) if duplicated else ())
+
+
+def read_object(text: str, at: int, read_member: Callable[[str, int], int]) -> int:
+    """Reads one object without keeping it: `read_member(key, at)` reads a value and returns where it ends.
+
+    For objects of hundreds of thousands of members, whose tree would take several times their text. Returns the
+    position behind the object; raises MalformedJson.
+    """
+    if text[at : at + 1] != "{":
+        raise MalformedJson(f"no object at character {at}")
+    at = _skip(text, at + 1)
+    if text[at : at + 1] == "}":
+        return at + 1
+    while True:
+        key, at = read_value(text, at)
+        at = _skip(text, at)
+        if not isinstance(key, str) or text[at : at + 1] != ":":
+            raise MalformedJson(f"character {at}: no key and colon")
+        at = _skip(text, read_member(key, _skip(text, at + 1)))
+        if text[at : at + 1] != ",":
+            break
+        at = _skip(text, at + 1)
+    if text[at : at + 1] != "}":
+        raise MalformedJson(f"character {at}: neither ',' nor '}}'")
+    return at + 1
+
+
+def read_value(text: str, at: int) -> tuple[Any, int]:
+    """One JSON value, objects as lists of pairs, and where it ends; raises MalformedJson."""
+    try:
+        return _PAIRS.raw_decode(text, at)
+    except (ValueError, RecursionError) as error:
+        reason = error.msg if isinstance(error, json.JSONDecodeError) else "nested too deeply, or a number too long"
+        raise MalformedJson(f"character {at}: {reason[:1].lower()}{reason[1:]}") from None
+
+
+def _skip(text: str, at: int) -> int:
+    while text[at : at + 1] in _SPACES:
+        at += 1
+    return at
 
 
 def _duplicate_paths(root: Any) -> Iterator[str]:

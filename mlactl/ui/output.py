@@ -112,22 +112,27 @@ class Output:
             self.note(f"{len(rows)} {name if len(rows) != 1 else _singular(name)}{more}")
 
     def table(self, columns: Sequence[Column], rows: Sequence[Any], *, title: str | None = None) -> None:
-        """Draws a table on stdout; off a terminal it is as wide as its cells, so that nothing is cut in a pipe or a log."""
+        """Draws a table on stdout; off a terminal it has no rules and is as wide as its cells, so that nothing is cut or folded."""
         from rich import box
         from rich.table import Table
         from rich.text import Text
 
-        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+        console = self._console(self.stdout)
+        plain = not console.is_terminal
+        table = Table(title=title, title_justify="left", box=None if plain else box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
         for column in columns:
             table.add_column(column.title, justify="right" if column.right else "left", overflow="fold")
         for row in rows:
             table.add_row(*(Text(column.cell(row)) for column in columns))
-        console = self._console(self.stdout)
-        if not console.is_terminal:
-            from rich.measure import Measurement
+        if not plain:
+            console.print(table)
+            return
+        from rich.measure import Measurement
 
-            console.width = max(20, Measurement.get(console, console.options.update(max_width=100_000), table).maximum)
-        console.print(table)
+        console.width = max(20, Measurement.get(console, console.options.update(max_width=100_000), table).maximum)
+        with console.capture() as capture:
+            console.print(table)
+        self.stdout.write("".join(f"{line.rstrip()}\n" for line in capture.get().splitlines()))
 
     def line(self, text: str = "") -> None:
         """One plain line of data on stdout."""
@@ -164,23 +169,28 @@ class Output:
 
     @contextmanager
     def progress(self, title: str, total: int | None, unit: str) -> Iterator[Task]:
-        """A bar with a count and a rate on a terminal's stderr; plain lines, at most one in 5 s, where stderr is no terminal."""
+        """A bar with a count and a rate on a terminal's stderr, whatever stdout holds; plain lines for people without a terminal."""
         from mlactl.ui.progress import bar, lines
 
-        if self.mode is not Mode.HUMAN:
-            yield Task(lambda _: None, lambda _: None)
-        elif self.stderr.isatty():
+        if self.stderr.isatty() and self.mode is not Mode.QUIET:
             with bar(self._console(self.stderr), title, total, unit) as task:
                 yield task
+        elif self.mode is not Mode.HUMAN:
+            yield Task(lambda _: None, lambda _: None)
         else:
             with lines(self.stderr, title, total, unit) as task:
                 yield task
+
+    @property
+    def can_ask(self) -> bool:
+        """Whether there is a person at a terminal to answer."""
+        return sys.stdin.isatty() and self.stderr.isatty()
 
     def confirm(self, question: str, *, yes: bool) -> bool:
         """True when `yes` or the person agrees; off a terminal without `yes` it raises UsageError instead of asking."""
         if yes:
             return True
-        if not sys.stdin.isatty() or not self.stderr.isatty():
+        if not self.can_ask:
             raise UsageError(f"{question} cannot be asked without a terminal", hint="add --yes to go ahead or --dry-run to only look")
         self.stderr.write(f"{question} [y/N] ")
         self.stderr.flush()
@@ -189,7 +199,8 @@ class Output:
     def _console(self, stream: TextIO) -> Console:
         from rich.console import Console
 
-        return Console(file=stream, highlight=False, no_color=bool(os.environ.get("NO_COLOR")) or None)
+        # No colour system and not only no colours: NO_COLOR means no bold and no dim either.
+        return Console(file=stream, highlight=False, color_system=None if os.environ.get("NO_COLOR") else "auto")
 
 
 def _singular(name: str) -> str:

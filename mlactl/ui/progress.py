@@ -43,9 +43,17 @@ def bar(console: Console, title: str, total: int | None, unit: str) -> Iterator[
 
 @contextmanager
 def lines(stream: TextIO, title: str, total: int | None, unit: str) -> Iterator[Task]:
-    """One line at most every few seconds, and a last one when anything was counted."""
+    """A line when work starts, then at most one every few seconds, and one with the final count."""
     started = last = time.monotonic()
-    done = 0
+    done = written = 0
+    stream.write(f"{title}: {_count(0, total)} {unit}\n")
+    stream.flush()
+
+    def write() -> None:
+        nonlocal written
+        written = done
+        stream.write(f"{title}: {_count(done, total)} {unit}, {_rate(done, started, unit)}\n")
+        stream.flush()
 
     def advance(steps: int) -> None:
         nonlocal done, last
@@ -53,11 +61,11 @@ def lines(stream: TextIO, title: str, total: int | None, unit: str) -> Iterator[
         now = time.monotonic()
         if now - last >= LINE_INTERVAL_S:
             last = now
-            stream.write(f"{title}: {_count(done, total)} {unit}, {_rate(done, started, unit)}\n")
+            write()
 
     yield Task(advance, lambda _: None)
-    if done:
-        stream.write(f"{title}: {_count(done, total)} {unit}, {_rate(done, started, unit)}\n")
+    if done != written:
+        write()
 
 
 def _count(done: int, total: int | None) -> str:

@@ -1,0 +1,309 @@
+"""Dense MLA over paged caches: validates tensors against a plan, and launches.
+
+plan = planner.plan(DenseCaps(mode="decode", heads=8, max_requests=16, ...))
+binding = plan.bind(DenseTensors(q=..., kv_cache=..., ...))
+binding.preload()                # ahead of a graph capture
+output, lse = binding.run()
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from mlactl.kernels import runtime
+from mlactl.kernels.errors import BindError
+from mlactl.kernels.mla.planner import ALIGNMENT_BYTES, DEFAULT_SM_SCALE, DensePlan
+
+_STRIDE_ELEMENTS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DenseTensors:
+    """Tensors of one dense MLA launch, all on one CUDA device.
+
+    q: [total_q, H, 576] bf16, last dim contiguous.
+    kv_cache: [pages, page_size, width >= 576] bf16, last dim contiguous: latent 512, then RoPE 64.
+    page_table: [requests, width] int32, last dim contiguous; entries past a request's length are never read.
+    cache_seqlens: [requests] int32; the cache already holds the new rows; 0 marks a padding request.
+    output: [total_q, H, 512] bf16, last dim contiguous. lse: [total_q, H] fp32 contiguous, natural logarithm.
+    scratch: [plan.scratch_bytes] uint8, contents irrelevant; None when the plan needs none.
+    cu_seqlens_q: [requests + 1] int32, needed for extend; optional for verify, where a request may have fewer rows.
+    host_cache_seqlens, host_cu_seqlens_q: the same numbers on the host, checked by `bind` where given; without them
+    `validate` reads the device's.
+    """
+
+    q: torch.Tensor
+    kv_cache: torch.Tensor
+    page_table: torch.Tensor
+    cache_seqlens: torch.Tensor
+    output: torch.Tensor
+    lse: torch.Tensor
+    scratch: torch.Tensor | None = None
+    cu_seqlens_q: torch.Tensor | None = None
+    query_cache_seqlens: torch.Tensor | None = None
+    host_cache_seqlens: Sequence[int] | None = None
+    host_cu_seqlens_q: Sequence[int] | None = None
+    sm_scale: float = DEFAULT_SM_SCALE
+
+
+@dataclass(slots=True)
+class DenseBinding:
+    """Validated tensors of a plan. `run` launches and nothing else: it may be captured in a CUDA graph."""
+
+    plan: DensePlan
+    tensors: DenseTensors
+    _forward_arguments: tuple[Any, ...]
+    _merge_arguments: tuple[Any, ...]
+    _forward: runtime.Launch | None = field(default=None)
+    _merge: runtime.Launch | None = field(default=None)
+
+    def run(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Launches on the current stream and returns (output, lse); no host synchronisation.
+
+        Loads the objects on its first call: raises MissingObject where one is missing and may not be compiled now.
+        """
+        recorder = runtime.recorder()
+        token = recorder.before(self) if recorder is not None else None
+        forward = self._forward
+        if forward is None:
+            forward = self._load()
+        forward(*self._forward_arguments)
+        if self._merge is not None:
+            self._merge(*self._merge_arguments)
+        output, lse = self.tensors.output, self.tensors.lse
+        if recorder is not None:
+            recorder.after(token, output, lse)
+        return output, lse
+
+    def preload(self) -> None:
+        """Loads the plan's objects ahead of a graph capture, compiling what is missing unless the process is frozen."""
+        self._load()
+
+    def validate(self) -> None:
+        """Checks what only the device's values can tell: lengths, row boundaries, page ids. Synchronises. Raises BindError."""
+        tensors = self.tensors
+        lengths = tensors.cache_seqlens.tolist()
+        boundaries = None if tensors.cu_seqlens_q is None else tensors.cu_seqlens_q.tolist()
+        _check_lengths(self.plan, tensors, lengths)
+        if boundaries is not None:
+            _check_boundaries(self.plan, tensors, boundaries)
+        _check_pages(self.plan, tensors, lengths)
+
+    def _load(self) -> runtime.Launch:
+        may_compile = not torch.cuda.is_current_stream_capturing()
+        arch = self.plan.caps.arch
+        if self.plan.merge is not None:
+            self._merge = runtime.launch(self.plan.merge, arch, may_compile=may_compile)
+        self._forward = runtime.launch(self.plan.forward, arch, may_compile=may_compile)
+        return self._forward
+
+
+def bind(plan: DensePlan, tensors: DenseTensors) -> DenseBinding:
+    """Validates and makes views; allocates nothing. Raises BindError naming the argument, the index and both values."""
+    check(plan, tensors)
+    if tensors.q.device.type != "cuda":
+        raise BindError(f"q is on {tensors.q.device}; the kernels run on CUDA devices")
+    rows = 0 if tensors.cu_seqlens_q is not None else plan.caps.rows
+    boundaries = tensors.cache_seqlens if tensors.cu_seqlens_q is None else tensors.cu_seqlens_q
+    partial, partial_lse, directory = _scratch_views(plan, tensors)
+    forward = (
+        tensors.q,
+        tensors.kv_cache,
+        tensors.page_table,
+        tensors.cache_seqlens,
+        boundaries,
+        tensors.output,
+        tensors.lse,
+        partial,
+        partial_lse,
+        directory,
+        rows,
+        plan.budget,
+        plan.blocks,
+        tensors.sm_scale,
+    )
+    covered = rows * tensors.cache_seqlens.shape[0]
+    merge = (tensors.output, tensors.lse, partial, partial_lse, directory, boundaries, covered)
+    return DenseBinding(plan, tensors, forward, merge)
+
+
+def _scratch_views(plan: DensePlan, tensors: DenseTensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(partials, their LSE, directory); of no rows when the plan never splits, over memory that is bound anyway."""
+    if tensors.scratch is None or not plan.budget:
+        empty = tensors.lse.view(-1)[:0]
+        return empty.view(0, plan.latent), empty, empty.view(torch.int32).view(0, 4)
+    scratch = tensors.scratch
+    partial = scratch[: plan.partial_bytes].view(torch.float32).view(plan.slots, plan.latent)
+    after = plan.partial_bytes + plan.partial_lse_bytes
+    partial_lse = scratch[plan.partial_bytes : plan.partial_bytes + plan.slots * 4].view(torch.float32)
+    directory = scratch[after : after + plan.directory_bytes].view(torch.int32).view(-1, 4)
+    return partial, partial_lse, directory
+
+
+# ---------------------------------------------------------------------- checks
+
+
+def check(plan: DensePlan, tensors: DenseTensors) -> None:
+    """Everything that `bind` checks but the kind of device; touches no device value. Raises BindError."""
+    caps = plan.caps
+    _check_query_lengths(plan, tensors)
+    _check_shapes(plan, tensors)
+    _check_layouts(tensors)
+    _check_overlaps(tensors)
+    if not (math.isfinite(tensors.sm_scale) and tensors.sm_scale > 0):
+        raise BindError(f"sm_scale must be finite and above 0, got {tensors.sm_scale}")
+    requests = tensors.cache_seqlens.shape[0]
+    if tensors.cu_seqlens_q is None and tensors.q.shape[0] != requests * caps.rows:
+        raise BindError(f"q has {tensors.q.shape[0]} rows, {requests} requests of {caps.rows} rows need {requests * caps.rows}")
+    if tensors.q.shape[0] > plan.query_rows:
+        raise BindError(f"q has {tensors.q.shape[0]} rows, the plan holds {plan.query_rows}")
+    if tensors.host_cache_seqlens is not None:
+        _check_lengths(plan, tensors, tensors.host_cache_seqlens)
+    if tensors.host_cu_seqlens_q is not None:
+        _check_boundaries(plan, tensors, tensors.host_cu_seqlens_q)
+
+
+def _check_query_lengths(plan: DensePlan, tensors: DenseTensors) -> None:
+    if tensors.query_cache_seqlens is not None and not plan.caps.per_query:
+        raise BindError("query_cache_seqlens was given, the plan has lengths=causal")
+    if tensors.cu_seqlens_q is None and plan.caps.mode == "extend":
+        raise BindError("cu_seqlens_q is needed by an extend plan")
+    if tensors.cu_seqlens_q is not None and plan.caps.mode == "decode":
+        raise BindError("cu_seqlens_q was given, a decode plan takes one row a request")
+    if tensors.host_cu_seqlens_q is not None and tensors.cu_seqlens_q is None:
+        raise BindError("host_cu_seqlens_q was given without cu_seqlens_q")
+
+
+def _expect(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int | None, ...], device: torch.device) -> None:
+    if tensor.dtype != dtype:
+        raise BindError(f"{name} has dtype {tensor.dtype}, expected {dtype}")
+    if tensor.dim() != len(shape):
+        raise BindError(f"{name} has rank {tensor.dim()}, expected {len(shape)}")
+    for index, extent in enumerate(shape):
+        if extent is not None and tensor.shape[index] != extent:
+            raise BindError(f"{name}.shape[{index}] is {tensor.shape[index]}, expected {extent}")
+    if tensor.device != device:
+        raise BindError(f"{name} is on {tensor.device}, q is on {device}")
+
+
+def _check_shapes(plan: DensePlan, tensors: DenseTensors) -> None:
+    caps, device = plan.caps, tensors.q.device
+    _expect("q", tensors.q, torch.bfloat16, (None, caps.heads, caps.width), device)
+    total = tensors.q.shape[0]
+    _expect("cache_seqlens", tensors.cache_seqlens, torch.int32, (None,), device)
+    requests = tensors.cache_seqlens.shape[0]
+    if not 1 <= requests <= caps.max_requests:
+        raise BindError(f"cache_seqlens has {requests} requests, the plan holds 1 to {caps.max_requests}")
+    _expect("kv_cache", tensors.kv_cache, torch.bfloat16, (None, caps.page_size, None), device)
+    if tensors.kv_cache.shape[2] < caps.width:
+        raise BindError(f"kv_cache.shape[2] is {tensors.kv_cache.shape[2]}, a record has {caps.width} elements")
+    _expect("page_table", tensors.page_table, torch.int32, (requests, None), device)
+    _expect("output", tensors.output, torch.bfloat16, (total, caps.heads, plan.latent), device)
+    _expect("lse", tensors.lse, torch.float32, (total, caps.heads), device)
+    if tensors.cu_seqlens_q is not None:
+        _expect("cu_seqlens_q", tensors.cu_seqlens_q, torch.int32, (requests + 1,), device)
+    if plan.scratch_bytes:
+        if tensors.scratch is None:
+            raise BindError(f"scratch is needed: uint8 of {plan.scratch_bytes} bytes")
+        _expect("scratch", tensors.scratch, torch.uint8, (None,), device)
+        if tensors.scratch.shape[0] < plan.scratch_bytes:
+            raise BindError(f"scratch has {tensors.scratch.shape[0]} bytes, the plan needs {plan.scratch_bytes}")
+
+
+def _check_layouts(tensors: DenseTensors) -> None:
+    named = _named(tensors)
+    for name, tensor in named.items():
+        if tensor.numel() and tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+            raise BindError(f"{name}.stride({tensor.dim() - 1}) is {tensor.stride(-1)}, the last dimension must be contiguous")
+    for name in ("q", "kv_cache", "output"):
+        tensor = named[name]
+        for index in range(2):
+            if tensor.stride(index) % _STRIDE_ELEMENTS:
+                raise BindError(f"{name}.stride({index}) is {tensor.stride(index)} elements, expected a multiple of {_STRIDE_ELEMENTS}")
+        _check_alignment(name, tensor)
+    if not tensors.lse.is_contiguous():
+        raise BindError(f"lse has strides {tuple(tensors.lse.stride())}, it must be contiguous")
+    if tensors.scratch is not None:
+        _check_alignment("scratch", tensors.scratch)
+    for name in ("q", "kv_cache", "page_table", "output"):
+        _check_distinct(name, named[name])
+
+
+def _named(tensors: DenseTensors) -> dict[str, torch.Tensor]:
+    names = ("q", "kv_cache", "page_table", "cache_seqlens", "output", "lse", "scratch", "cu_seqlens_q")
+    return {name: tensor for name in names if (tensor := getattr(tensors, name)) is not None}
+
+
+def _check_alignment(name: str, tensor: torch.Tensor) -> None:
+    if tensor.data_ptr() % ALIGNMENT_BYTES:
+        raise BindError(f"{name} starts at {tensor.data_ptr():#x}, expected a multiple of {ALIGNMENT_BYTES} bytes")
+
+
+def _check_distinct(name: str, tensor: torch.Tensor) -> None:
+    """Elements of a view must not share memory: each stride passes the extent of all smaller ones."""
+    reach = 1
+    for index in sorted(range(tensor.dim()), key=tensor.stride):
+        if tensor.shape[index] > 1:
+            if tensor.stride(index) < reach:
+                raise BindError(f"{name}.stride({index}) is {tensor.stride(index)}: elements overlap, expected at least {reach}")
+            reach = tensor.stride(index) * (tensor.shape[index] - 1) + reach
+
+
+def _check_overlaps(tensors: DenseTensors) -> None:
+    """Nothing that is written may share memory with anything else."""
+    spans = {name: _span(tensor) for name, tensor in _named(tensors).items() if tensor.numel()}
+    for written in ("output", "lse", "scratch"):
+        for other, span in spans.items():
+            if written in spans and other != written and spans[written][0] < span[1] and span[0] < spans[written][1]:
+                raise BindError(f"{written} shares memory with {other}: {written} is written while {other} is in use")
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    reach = sum(stride * (extent - 1) for stride, extent in zip(tensor.stride(), tensor.shape, strict=True)) + 1
+    return tensor.data_ptr(), tensor.data_ptr() + reach * tensor.element_size()
+
+
+def _check_lengths(plan: DensePlan, tensors: DenseTensors, lengths: Sequence[int]) -> None:
+    if len(lengths) != tensors.cache_seqlens.shape[0]:
+        raise BindError(f"host_cache_seqlens has {len(lengths)} lengths, cache_seqlens has {tensors.cache_seqlens.shape[0]}")
+    width, page = tensors.page_table.shape[1], plan.caps.page_size
+    for index, length in enumerate(lengths):
+        if length < 0:
+            raise BindError(f"cache_seqlens[{index}] is {length}, expected at least 0")
+        if length > plan.caps.max_tokens:
+            raise BindError(f"cache_seqlens[{index}] is {length}, the plan holds {plan.caps.max_tokens} tokens")
+        if length > width * page:
+            raise BindError(f"cache_seqlens[{index}] is {length}, page_table has {width} pages of {page} tokens, which hold {width * page}")
+
+
+def _check_boundaries(plan: DensePlan, tensors: DenseTensors, boundaries: Sequence[int]) -> None:
+    requests = tensors.cache_seqlens.shape[0]
+    if len(boundaries) != requests + 1:
+        raise BindError(f"cu_seqlens_q has {len(boundaries)} boundaries, {requests} requests need {requests + 1}")
+    if boundaries[0] != 0:
+        raise BindError(f"cu_seqlens_q[0] is {boundaries[0]}, expected 0")
+    for index in range(requests):
+        count = boundaries[index + 1] - boundaries[index]
+        if count < 0:
+            raise BindError(f"cu_seqlens_q[{index + 1}] is {boundaries[index + 1]}, below cu_seqlens_q[{index}] = {boundaries[index]}")
+        if count > plan.caps.rows:
+            raise BindError(
+                f"cu_seqlens_q[{index + 1}] is {boundaries[index + 1]}: request {index} has {count} rows, the plan holds {plan.caps.rows}"
+            )
+    if boundaries[-1] > tensors.q.shape[0]:
+        raise BindError(f"cu_seqlens_q[{requests}] is {boundaries[-1]}, q has {tensors.q.shape[0]} rows")
+
+
+def _check_pages(plan: DensePlan, tensors: DenseTensors, lengths: Sequence[int]) -> None:
+    pages, page = tensors.kv_cache.shape[0], plan.caps.page_size
+    for index, row in enumerate(tensors.page_table.tolist()):
+        for entry, number in enumerate(row[: -(-lengths[index] // page)]):
+            if not 0 <= number < pages:
+                raise BindError(
+                    f"page_table[{index}, {entry}] is {number}, inside the visible {lengths[index]} tokens; kv_cache has pages 0 to {pages - 1}"
+                )

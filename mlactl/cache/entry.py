@@ -1,0 +1,248 @@
+"""One entry: its files, its state, and reading it so that what was checked is what gets used.
+
+Two depths. `read_entry` looks at names, sizes and the manifest, which is what a listing of many entries can afford.
+`check_object` looks at the object's bytes as well: digest, embedded arch, symbol, signature.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import stat
+from enum import StrEnum
+from pathlib import Path
+
+import msgspec
+
+from mlactl.cache import trust
+from mlactl.cache.manifest import MAX_BYTES, BadManifest, Manifest, parse
+from mlactl.cache.roots import Layer
+from mlactl.kernels.errors import BadObject
+
+_READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # NONBLOCK: a FIFO in an entry's place must not hang us
+
+
+class Status(StrEnum):
+    """State of an entry, in the words every listing uses; anything but `ok` is a miss at load."""
+
+    OK = "ok"
+    NO_MANIFEST = "no-manifest"
+    NO_OBJECT = "no-object"
+    BAD_MANIFEST = "bad-manifest"
+    SIZE = "size"
+    DIGEST = "digest"
+    ARCH = "arch"
+    SYMBOL = "symbol"
+    SIGNATURE = "signature"
+    TEMP = "temp"
+    LOCKED = "locked"
+    QUARANTINED = "quarantined"
+
+
+class Entry(msgspec.Struct, frozen=True, gc=False):
+    """One entry of one layer, or a temporary that a writer left or is writing (`residue` is its name in the bucket).
+
+    `detail` says what is wrong when `status` is not ok. `object_bytes` is the size on disk; `last_used` the manifest's
+    modification time in seconds since 1970, None when there is none to go by.
+    """
+
+    key: str
+    layer: Layer
+    manifest: Manifest | None
+    status: Status
+    detail: str = ""
+    object_bytes: int | None = None
+    last_used: float | None = None
+    residue: str = ""
+
+    @property
+    def object_path(self) -> Path:
+        """The linked object, or the temporary."""
+        return Path(self.layer.bucket(self.key), self.residue or f"{self.key}.so")
+
+    @property
+    def manifest_path(self) -> Path | None:
+        """The manifest, or where one would be; None for a temporary, which never has one."""
+        if self.residue:
+            return None
+        return Path(self.layer.bucket(self.key), f"{self.key}{'.quarantined' if self.status is Status.QUARANTINED else '.json'}")
+
+
+class RejectedObject(BadObject):
+    """An entry that must not be used; `entry` has the status."""
+
+    def __init__(self, entry: Entry) -> None:
+        super().__init__(
+            f"{entry.object_path} is not usable: {entry.status}: {entry.detail}",
+            hint="mlactl cache verify; mlactl warmup --profile PROFILE builds it again",
+        )
+        self.entry = entry
+
+
+def read_entry(layer: Layer, key: str) -> Entry | None:
+    """The entry of a full key in one layer; None when the layer has no file of it."""
+    bucket = layer.bucket(key)
+    quarantined = os.path.lexists(f"{bucket}/{key}.quarantined")
+    manifest = os.path.lexists(f"{bucket}/{key}.json")
+    if not quarantined and not manifest and not os.path.lexists(f"{bucket}/{key}.so"):
+        return None
+    return shallow(layer, bucket, key, manifest=manifest, quarantined=quarantined)
+
+
+def shallow(layer: Layer, bucket: str, key: str, *, manifest: bool, quarantined: bool) -> Entry | None:
+    """The entry by name, size and manifest, given which of its files a listing of the bucket showed; None when it is gone by now."""
+    object_bytes, problem = _object_size(f"{bucket}/{key}.so")
+    try:
+        if quarantined:
+            found, _, last_used = _read_manifest(f"{bucket}/{key}.quarantined", key)
+            return Entry(key, layer, found, Status.QUARANTINED, "set aside: mlactl cache show says why", object_bytes, last_used)
+        if manifest:
+            found, wrong, last_used = _read_manifest(f"{bucket}/{key}.json", key)
+    except FileNotFoundError:  # removed since the listing, the manifest first
+        manifest = False
+    if not manifest:
+        if object_bytes is None and not os.path.lexists(f"{bucket}/{key}.so"):
+            return None
+        return Entry(key, layer, None, Status.NO_MANIFEST, "an object that was never committed, or whose manifest was removed", object_bytes)
+    if found is None:
+        return Entry(key, layer, None, Status.BAD_MANIFEST, wrong, object_bytes, last_used)
+    if object_bytes is None:
+        return Entry(key, layer, found, Status.NO_OBJECT, problem, None, last_used)
+    if object_bytes != found.object_bytes:
+        return Entry(key, layer, found, Status.SIZE, f"{object_bytes} bytes, expected {found.object_bytes}", object_bytes, last_used)
+    return Entry(key, layer, found, Status.OK, "", object_bytes, last_used)
+
+
+def check_object(manifest: Manifest, data: bytes, *, digests_only: bool = False) -> tuple[Status, str]:
+    """Status of an object's bytes against its manifest, and what was found and expected when it is not ok.
+
+    Size and SHA-256, then (unless `digests_only`) what the ELF says: host and device arch, exported symbol, signature.
+    """
+    if len(data) != manifest.object_bytes:
+        return Status.SIZE, f"{len(data)} bytes, expected {manifest.object_bytes}"
+    digest = hashlib.sha256(data).hexdigest()
+    if digest != manifest.object_sha256:
+        return Status.DIGEST, f"SHA-256 {digest}, expected {manifest.object_sha256}"
+    if digests_only:
+        return Status.OK, ""
+    from mlactl.cache import elf
+
+    try:
+        found = elf.identify(data)
+    except elf.BadElf as error:
+        return status_of_part(error.part), error.reason
+    if found.arch != manifest.arch or found.host != manifest.host_arch:
+        return Status.ARCH, f"the object is for {found.arch} on {found.host}, expected {manifest.arch} on {manifest.host_arch}"
+    if manifest.symbol not in found.symbols:
+        return Status.SYMBOL, f"exports {', '.join(found.symbols)}, expected {manifest.symbol}"
+    if found.signature != manifest.signature:
+        return Status.SIGNATURE, f"signature {found.signature}, expected {manifest.signature}"
+    return Status.OK, ""
+
+
+def status_of_part(part: str) -> Status:
+    """Status for the part of an object where reading it failed (`elf.BadElf.part`)."""
+    return {"cubin": Status.ARCH, "signature": Status.SIGNATURE}.get(part, Status.SYMBOL)
+
+
+def examine(entry: Entry, *, digests_only: bool = False) -> Entry:
+    """The entry with the status of a full check; one that is not ok already comes back as it is. Owner and mode are not looked at."""
+    if entry.status is not Status.OK or entry.manifest is None:
+        return entry
+    try:
+        data, _ = _read_file(str(entry.object_path), entry.manifest.object_bytes)
+    except OSError as error:
+        return _restate(entry, Status.NO_OBJECT, _why(error))
+    status, detail = check_object(entry.manifest, data, digests_only=digests_only)
+    return entry if status is Status.OK else _restate(entry, status, detail)
+
+
+def read_checked(entry: Entry) -> tuple[Manifest, bytes]:
+    """Manifest and object of an entry as they are now, each read on one descriptor whose owner, mode and content are checked.
+
+    Raises Untrusted when others could have written any of it, and RejectedObject when the entry is not ok.
+    """
+    bucket, key, root = entry.layer.bucket(entry.key), entry.key, str(entry.layer.path)
+    exempt = trust.exempt(root)
+    if not exempt:
+        trust.check_folders(bucket, root)
+    fresh = read_entry(entry.layer, key) or _restate(entry, Status.NO_OBJECT, "removed meanwhile")
+    if fresh.status is not Status.OK:
+        raise RejectedObject(fresh)
+    try:
+        text, info = _read_file(f"{bucket}/{key}.json", MAX_BYTES)
+        if not exempt:
+            trust.check(f"{bucket}/{key}.json", info)
+        manifest = parse(text)
+        data, info = _read_file(f"{bucket}/{key}.so", manifest.object_bytes)
+        if not exempt:
+            trust.check(f"{bucket}/{key}.so", info)
+    except BadManifest as error:
+        raise RejectedObject(_restate(fresh, Status.BAD_MANIFEST, error.reason)) from None
+    except OSError as error:
+        raise RejectedObject(_restate(fresh, Status.NO_OBJECT, _why(error))) from None
+    status, detail = check_object(manifest, data) if manifest.key == key else (Status.BAD_MANIFEST, f"it is the manifest of {manifest.key}")
+    if status is not Status.OK:
+        raise RejectedObject(_restate(fresh, status, detail))
+    return manifest, data
+
+
+def _restate(entry: Entry, status: Status, detail: str) -> Entry:
+    return msgspec.structs.replace(entry, status=status, detail=detail)
+
+
+def _read_manifest(path: str, key: str) -> tuple[Manifest | None, str, float | None]:
+    """The manifest, or None and what is wrong with it; and the file's modification time. Raises FileNotFoundError."""
+    try:
+        fd = os.open(path, _READ_FLAGS)
+        try:
+            info = os.fstat(fd)
+            data = os.read(fd, min(info.st_size, MAX_BYTES) + 1)  # not MAX_BYTES: allocating that costs more than the read
+        finally:
+            os.close(fd)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        return None, _why(error), None
+    last_used = info.st_mtime if info.st_mtime > 0 else None
+    try:
+        manifest = parse(data)
+    except BadManifest as error:
+        return None, error.reason, last_used
+    if manifest.key != key:
+        return None, f"it is the manifest of {manifest.key}", last_used
+    return manifest, "", last_used
+
+
+def _object_size(path: str) -> tuple[int | None, str]:
+    try:
+        info = os.lstat(path)
+    except OSError as error:
+        return None, _why(error)
+    if not stat.S_ISREG(info.st_mode):
+        return None, "not a regular file"
+    return info.st_size, ""
+
+
+def _read_file(path: str, limit: int) -> tuple[bytes, os.stat_result]:
+    """At most `limit` + 1 bytes of a regular file and the status of the descriptor they were read on; raises OSError."""
+    fd = os.open(path, _READ_FLAGS)
+    with os.fdopen(fd, "rb", buffering=0) as file:
+        info = os.fstat(fd)
+        if not stat.S_ISREG(info.st_mode):
+            raise OSError(errno.EINVAL, "not a regular file")
+        parts: list[bytes] = []
+        left = limit + 1
+        while left > 0 and (part := file.read(left)):
+            parts.append(part)
+            left -= len(part)
+    return b"".join(parts), info
+
+
+def _why(error: OSError) -> str:
+    if error.errno == errno.ENOENT:
+        return "the object is not there"
+    if error.errno == errno.ELOOP:
+        return "a symbolic link, which is never followed"
+    return error.strerror or str(error)

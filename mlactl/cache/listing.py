@@ -1,0 +1,123 @@
+"""A listing of the cache: collect, filter, sort and the shape of one row, each a plain function.
+
+`ls` believes names, sizes and manifests; what an object really holds is `verify`'s to say.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from fnmatch import fnmatchcase
+
+from mlactl.cache.store import Entry, Store
+
+
+@dataclass(frozen=True, slots=True)
+class Filters:
+    """Which entries to keep: values of one kind OR, kinds AND; an empty kind keeps everything.
+
+    A kernel is a full id, the dotted start of one (`attention.dense_mla`), or a pattern with `*`. Entries whose manifest
+    cannot be read have neither kernel nor arch and match neither.
+    """
+
+    kernels: tuple[str, ...] = ()
+    arches: tuple[str, ...] = ()
+    statuses: tuple[str, ...] = ()
+
+
+def collect(store: Store) -> list[Entry]:
+    """Every entry of every layer, and what is left of unfinished ones."""
+    return list(store.entries())
+
+
+def select(entries: Iterable[Entry], filters: Filters) -> list[Entry]:
+    """The entries that pass every filter."""
+    if filters == Filters():
+        return list(entries)
+    return [entry for entry in entries if _passes(entry, filters)]
+
+
+def _passes(entry: Entry, filters: Filters) -> bool:
+    manifest = entry.manifest
+    if filters.statuses and entry.status not in filters.statuses:
+        return False
+    if filters.arches and (manifest is None or manifest.arch not in filters.arches):
+        return False
+    return not filters.kernels or (manifest is not None and any(kernel_matches(manifest.spec.kernel_id, name) for name in filters.kernels))
+
+
+def kernel_matches(kernel_id: str, name: str) -> bool:
+    """Whether a typed kernel names this id: the id, its dotted start, or a pattern."""
+    return kernel_id == name or kernel_id.startswith(f"{name}.") or ("*" in name and fnmatchcase(kernel_id, name))
+
+
+def order(entries: Iterable[Entry]) -> list[Entry]:
+    """By kernel, newest version first, then arch, facts and key; what has no readable manifest comes last."""
+    return sorted(entries, key=order_key)
+
+
+def order_key(entry: Entry) -> tuple[bool, str, int, str, str, str]:
+    """What `order` sorts by."""
+    manifest = entry.manifest
+    if manifest is None:
+        return True, "", 0, "", "", entry.key
+    spec = manifest.spec
+    return False, spec.kernel_id, -spec.version, manifest.arch, repr(spec.facts), entry.key
+
+
+def kernels_present(entries: Iterable[Entry]) -> tuple[str, ...]:
+    """`id version` of each kernel and version there is, for messages that say what could have been asked for."""
+    found = {(entry.manifest.spec.kernel_id, entry.manifest.spec.version) for entry in entries if entry.manifest is not None}
+    return tuple(f"{kernel_id} {version}" for kernel_id, version in sorted(found))
+
+
+def as_json(entry: Entry) -> dict[str, object]:
+    """One row of `cache ls --json`; fields that cannot be known are null."""
+    manifest = entry.manifest
+    return {
+        "key": entry.key,
+        "spec": manifest.spec.as_json() if manifest is not None else None,
+        "status": entry.status,
+        "arch": manifest.arch if manifest is not None else None,
+        "object_bytes": entry.object_bytes,
+        "created": manifest.created if manifest is not None else None,
+        "last_used": iso_time(entry.last_used),
+    }
+
+
+def iso_time(moment: float | None) -> str | None:
+    """ISO 8601 in UTC to the second; None stays None."""
+    return None if moment is None else f"{datetime.fromtimestamp(int(moment), UTC).isoformat()[:19]}Z"
+
+
+def seconds_since(moment: str | float | None, now: float) -> float | None:
+    """Age of an ISO 8601 time or a timestamp; None for none, 0 for one in the future (another host's clock)."""
+    if moment is None:
+        return None
+    return max(0.0, now - (moment if isinstance(moment, float) else timestamp(moment)))
+
+
+def timestamp(moment: str) -> float:
+    """Seconds since the epoch of an ISO 8601 time."""
+    return datetime.fromisoformat(moment).timestamp()
+
+
+def total_bytes(entries: Sequence[Entry]) -> int:
+    """Bytes of the objects of these entries."""
+    return sum(entry.object_bytes or 0 for entry in entries)
+
+
+def keys_that_start(store: Store, prefix: str) -> list[str]:
+    """Keys of entries with a manifest whose key starts with `prefix`, by file names alone; for shell completion."""
+    found: set[str] = set()
+    for layer in store.roots.layers:
+        try:
+            buckets = [name for name in os.listdir(layer.folder()) if len(name) == 2 and (name.startswith(prefix[:2]) or prefix.startswith(name))]
+            for bucket in buckets:
+                names = os.listdir(f"{layer.folder()}/{bucket}")
+                found.update(name[:64] for name in names if len(name) == 69 and name.endswith(".json") and name.startswith(prefix))
+        except OSError:
+            continue  # a layer that cannot be read completes nothing
+    return sorted(found)

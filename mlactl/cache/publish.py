@@ -1,0 +1,337 @@
+"""Putting an object into the store, so that every crash leaves a valid cache.
+
+Compiling and linking happen in a private scratch folder outside the cache. Publishing writes one temporary at a time
+beside the entry: the object, flushed and renamed into place, then the manifest, whose rename is the commit. A writer
+killed anywhere leaves at worst one temporary, or an object without a manifest, and both are misses.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import secrets
+import shutil
+import stat
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import lru_cache
+from pathlib import Path
+
+from mlactl.cache import elf, locks, trust
+from mlactl.cache import toolchain as toolchains
+from mlactl.cache.entry import Entry, RejectedObject, Status, read_checked, read_entry, status_of_part
+from mlactl.cache.key import KeyInputs, inputs_for, symbol_for
+from mlactl.cache.manifest import SCHEMA_VERSION, KernelResources, Manifest, dump
+from mlactl.cache.roots import Layer
+from mlactl.cache.store import TEMP_SUFFIX, Miss, Store
+from mlactl.errors import CannotRun, EnvironmentUnfit
+from mlactl.kernels import registry
+from mlactl.kernels.compiler import compile_object
+from mlactl.kernels.errors import CompileFailed, MlactlError
+from mlactl.kernels.spec import CompileSpec
+
+Compiler = Callable[[CompileSpec, str, str, str, Path], None]
+"""(spec, arch, symbol, flavour, out): writes the relocatable object to `out`."""
+
+LOCK_TIMEOUT_S = 600.0
+LINK_FLAGS = ("-shared", "--build-id=none", "--hash-style=gnu")
+_LINKER_VARIABLES = frozenset({"LD_RUN_PATH", "LDEMULATION", "GNUTARGET"})
+"""Variables through which `ld` would write something of this machine into the object."""
+
+
+@dataclass(frozen=True, slots=True)
+class PublishResult:
+    """`compiled` is False when the entry was there already; `seconds` is what compiling and linking took."""
+
+    entry: Entry
+    compiled: bool
+    seconds: float
+
+
+def find_linker() -> tuple[str, str]:
+    """Path of `ld` and its name with version, as manifests record it; raises EnvironmentUnfit when there is none."""
+    path = shutil.which("ld")
+    if path is None:
+        raise EnvironmentUnfit(
+            "no linker: ld is not in PATH, and objects are linked with it", hint="apt-get install binutils, or your distribution's package of it"
+        )
+    return path, _linker_version(path)
+
+
+@lru_cache
+def _linker_version(path: str) -> str:
+    ran = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
+    first = ran.stdout.partition("\n")[0].strip()
+    if ran.returncode != 0 or not first:
+        raise EnvironmentUnfit(f"{path} --version failed with exit code {ran.returncode}: {ran.stderr.strip()[:200]}", hint="reinstall binutils")
+    return first
+
+
+def compile_and_publish(
+    store: Store, spec: CompileSpec, arch: str, *, shared: bool = False, lock_timeout_s: float = LOCK_TIMEOUT_S, compiler: Compiler = compile_object
+) -> PublishResult:
+    """Makes sure the store holds a good object of (spec, arch), compiling it unless another process did meanwhile.
+
+    `shared` makes the root readable for other users (0755/0644); otherwise a new root is 0700 and an existing one keeps
+    its ways. Raises CompileFailed, NotBuiltYet, EnvironmentUnfit (no compiler, no linker, wrong flavour), LockBusy,
+    Untrusted, or CannotRun naming path, owner and mode when the root cannot be written; nothing is published then.
+    """
+    registry.require_built(spec)
+    inputs = inputs_for(spec, arch)
+    linker_path, linker = find_linker()
+    layer, key = _writable(store), inputs.key()
+    with _writing(layer.path):
+        mode = prepare(layer, key, shared=shared)
+        trust.check_folders(layer.bucket(key), str(layer.path))
+        with locks.entry_lock(layer, key, exclusive=True, wait_s=lock_timeout_s):
+            present = store.search(spec, arch, read_checked)
+            if not isinstance(present, Miss):
+                return PublishResult(present[0], compiled=False, seconds=0.0)
+            _refuse_quarantined(layer, key)
+            remove_temporaries(layer, key)
+            started = time.monotonic()
+            code_sha256, data = _compile_and_link(inputs, compiler, linker_path)
+            seconds = time.monotonic() - started
+            try:
+                entry = publish_object(layer, inputs, data, code_sha256=code_sha256, linker=linker, compile_s=seconds, mode=mode)
+            except RejectedObject as rejected:
+                raise CompileFailed(f"{spec.label()} for {arch}: the compiler's object was not published: {rejected.entry.detail}") from None
+            return PublishResult(entry, compiled=True, seconds=seconds)
+
+
+def publish_object(
+    layer: Layer,
+    inputs: KeyInputs,
+    data: bytes,
+    *,
+    code_sha256: str,
+    linker: str,
+    compile_s: float,
+    python: str | None = None,
+    created: str | None = None,
+    mode: int = 0o600,
+) -> Entry:
+    """Publishes a linked object's bytes under the key of `inputs`; the caller holds the entry's exclusive lock.
+
+    `mode` is the files' (`prepare` returns it). Raises RejectedObject when the object is not one of that key, arch and
+    host, and OSError when it cannot be written; an older manifest of the key is gone then, and nothing half written stays.
+    """
+    key, bucket = inputs.key(), layer.bucket(inputs.key())
+    manifest = describe_object(inputs, data, layer=layer, code_sha256=code_sha256, linker=linker, compile_s=compile_s, python=python, created=created)
+    with _temporary(bucket, key, data, mode) as written:
+        # Before the object is replaced, so that no crash leaves the old manifest beside the new object.
+        Path(f"{bucket}/{key}.json").unlink(missing_ok=True)
+        os.rename(written, f"{bucket}/{key}.so")  # noqa: PTH104
+    with _temporary(bucket, key, dump(manifest), mode) as written:
+        os.rename(written, f"{bucket}/{key}.json")  # noqa: PTH104
+    _sync_folder(bucket)
+    entry = read_entry(layer, key)
+    assert entry is not None, "the entry's lock is held"
+    return entry
+
+
+def describe_object(
+    inputs: KeyInputs,
+    data: bytes,
+    *,
+    layer: Layer,
+    code_sha256: str,
+    linker: str,
+    compile_s: float,
+    python: str | None = None,
+    created: str | None = None,
+) -> Manifest:
+    """The manifest of a linked object, its symbol, signature, arch and resources read from its bytes.
+
+    Raises RejectedObject when they are not what `inputs` asked for.
+    """
+    key = inputs.key()
+    symbol = symbol_for(key)
+
+    def rejected(status: Status, detail: str) -> RejectedObject:
+        return RejectedObject(Entry(key, layer, None, status, detail, len(data)))
+
+    try:
+        facts = elf.inspect(data)
+    except elf.BadElf as error:
+        raise rejected(status_of_part(error.part), error.reason) from None
+    if facts.arch != inputs.arch or facts.host != inputs.host_arch:
+        raise rejected(Status.ARCH, f"it is for {facts.arch} on {facts.host}, asked for was {inputs.arch} on {inputs.host_arch}")
+    if symbol not in facts.symbols:
+        raise rejected(Status.SYMBOL, f"it exports {', '.join(facts.symbols)}, expected {symbol}")
+    return Manifest(
+        schema_version=SCHEMA_VERSION,
+        key=key,
+        spec=inputs.spec,
+        arch=inputs.arch,
+        host_arch=inputs.host_arch,
+        sources_digest=inputs.sources_digest,
+        toolchain=inputs.toolchain,
+        python=python or toolchains.python_minor(),
+        options=inputs.options,
+        linker=linker,
+        object_sha256=hashlib.sha256(data).hexdigest(),
+        object_bytes=len(data),
+        code_sha256=code_sha256,
+        symbol=symbol,
+        signature=facts.signature,
+        resources=tuple(KernelResources(each.name, each.registers, each.frame_bytes, each.static_smem_bytes) for each in facts.kernels),
+        created=created or datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        compile_s=round(compile_s, 3),
+    )
+
+
+def prepare(layer: Layer, key: str, *, shared: bool = False) -> int:
+    """Makes the folders of a key's entry and returns the mode for its files; raises OSError.
+
+    New folders are 0700, below a root that others may read (or when `shared`) 0755; files then 0644 instead of 0600.
+    """
+    missing = [path for path in (layer.path, *layer.path.parents) if not path.exists()]
+    for path in reversed(missing):
+        _make_folder(path, 0o755 if shared else 0o700)
+    readable = bool(stat.S_IMODE(layer.path.stat().st_mode) & 0o005 == 0o005)
+    if shared and not readable:
+        share(layer)
+        readable = True
+    for folder in (layer.folder(), layer.bucket(key)):
+        _make_folder(Path(folder), 0o755 if readable else 0o700)
+    return 0o644 if readable else 0o600
+
+
+def share(layer: Layer) -> None:
+    """Makes a private root's own files readable for other users: folders 0755, files 0644; files of other names stay as they are."""
+    layer.path.chmod(0o755)
+    folder = Path(layer.folder())
+    if not folder.is_dir():
+        return
+    folder.chmod(0o755)
+    root_lock = Path(locks.root_lock_path(layer))
+    if root_lock.is_file():
+        root_lock.chmod(0o644)
+    for bucket in folder.glob("[0-9a-f][0-9a-f]"):
+        if bucket.is_symlink() or not bucket.is_dir():
+            continue
+        bucket.chmod(0o755)
+        for path in bucket.iterdir():
+            if path.suffix in (".so", ".json", locks.LOCK_SUFFIX) and path.name.startswith(bucket.name) and not path.is_symlink():
+                path.chmod(0o644)
+
+
+def remove_temporaries(layer: Layer, key: str) -> None:
+    """Removes what writers of this key left; the caller holds its exclusive lock, so nobody is writing them any more."""
+    for path in Path(layer.bucket(key)).glob(f"{key}.*{TEMP_SUFFIX}"):
+        path.unlink(missing_ok=True)
+
+
+def _writable(store: Store) -> Layer:
+    layer = store.roots.writable
+    if layer is None:
+        paths = ", ".join(str(layer.path) for layer in store.roots.layers)
+        raise CannotRun(f"no layer to publish to: {paths} are read-only", hint="put a writable root first: MLACTL_CACHE_DIR=/writable:/readonly")
+    return layer
+
+
+def _refuse_quarantined(layer: Layer, key: str) -> None:
+    entry = read_entry(layer, key)
+    if entry is not None and entry.status is Status.QUARANTINED:
+        raise CannotRun(
+            f"{key} is quarantined; compiling it again gives the same code", hint=f"mlactl cache show {key}; mlactl cache rm {key} forgets it"
+        )
+
+
+# ---- compile and link
+
+_loaded_sources: dict[str, str] = {}
+"""Digest of each kernel's sources as they were when this process first compiled it, and so imported them."""
+
+
+def _compile_and_link(inputs: KeyInputs, compiler: Compiler, linker_path: str) -> tuple[str, bytes]:
+    """SHA-256 of the exported object, and the linked object's bytes."""
+    key, label = inputs.key(), f"{inputs.spec.label()} for {inputs.arch}"
+    kernel_id = inputs.spec.kernel_id
+    if compiler is compile_object and _loaded_sources.setdefault(kernel_id, inputs.sources_digest) != inputs.sources_digest:
+        raise CompileFailed(f"{label}: the kernel's sources changed after this process loaded them", hint="start a new process")
+    scratch = Path(tempfile.mkdtemp(prefix="mlactl-compile-"))
+    try:
+        exported, linked = scratch / "object.o", scratch / "object.so"
+        try:
+            compiler(inputs.spec, inputs.arch, symbol_for(key), inputs.toolchain.flavour, exported)
+        except MlactlError:
+            raise
+        except Exception as error:
+            raise CompileFailed(f"{label}: {type(error).__name__}: {error}") from error
+        if not exported.is_file() or exported.stat().st_size == 0:
+            raise CompileFailed(f"{label}: the compiler reported success and wrote nothing")
+        if registry.sources_digest(kernel_id) != inputs.sources_digest:
+            raise CompileFailed(f"{label}: the kernel's sources changed while it was being compiled", hint="run it again")
+        _link(linker_path, exported, linked, label)
+        return hashlib.sha256(exported.read_bytes()).hexdigest(), linked.read_bytes()
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _link(linker_path: str, exported: Path, linked: Path, label: str) -> None:
+    """Links without start files and by bare names: no path of this machine gets into the object."""
+    command = [linker_path, *LINK_FLAGS, "-o", linked.name, exported.name]
+    environment = {name: value for name, value in os.environ.items() if name not in _LINKER_VARIABLES}
+    ran = subprocess.run(command, cwd=exported.parent, env=environment, capture_output=True, text=True, check=False)
+    if ran.returncode != 0 or not linked.is_file():
+        raise CompileFailed(f"{label}: ld failed with exit code {ran.returncode}: {ran.stderr.strip()[:500]}")
+
+
+# ---- writing
+
+
+@contextmanager
+def _temporary(bucket: str, key: str, data: bytes, mode: int) -> Iterator[str]:
+    """A private file beside the entry with this content, flushed to disk; it is gone after an error."""
+    path = f"{bucket}/{key}.{os.getpid()}-{secrets.token_hex(4)}{TEMP_SUFFIX}"
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            left = memoryview(data)
+            while left:
+                left = left[os.write(fd, left) :]
+            os.fchmod(fd, mode)  # whatever the umask
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        yield path
+    except BaseException:
+        Path(path).unlink(missing_ok=True)
+        raise
+
+
+def _sync_folder(folder: str) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _make_folder(path: Path, mode: int) -> None:
+    try:
+        path.mkdir(mode)
+    except FileExistsError:
+        return
+    path.chmod(mode)  # whatever the umask
+
+
+@contextmanager
+def _writing(root: Path) -> Iterator[None]:
+    """Turns what the file system says into an error that names path, owner and mode."""
+    try:
+        yield
+    except OSError as error:
+        path = error.filename if isinstance(error.filename, str) else str(root)
+        hint = "name a root that this user may write: --cache-dir DIR or MLACTL_CACHE_DIR"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            hint = "free some space: mlactl cache prune, mlactl cache prune --max-size 1GiB"
+        raise CannotRun(f"cannot write {trust.describe(path)}: {error.strerror or error}", hint=hint) from error

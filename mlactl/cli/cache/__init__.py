@@ -1,0 +1,19 @@
+"""`mlactl cache`: list, explain, verify and prune compiled kernels."""
+
+import typer
+
+from mlactl.cli.cache.check import verify
+from mlactl.cli.cache.explain import show, why
+from mlactl.cli.cache.overview import directory, ls, stats
+from mlactl.cli.cache.remove import prune, rm
+
+app = typer.Typer(help="List, explain, verify and prune compiled kernels", no_args_is_help=True, rich_markup_mode=None)
+
+app.command()(ls)
+app.command()(show)
+app.command()(stats)
+app.command("dir")(directory)
+app.command()(why)
+app.command()(verify)
+app.command()(prune)
+app.command()(rm)

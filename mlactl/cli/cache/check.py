@@ -1,0 +1,129 @@
+"""`mlactl cache verify`: every object against its manifest, rebuilt or proven on request."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mlactl.cli import options
+from mlactl.cli.cache import rendering
+from mlactl.cli.cache.rendering import counted
+from mlactl.errors import EnvironmentUnfit, UsageError
+from mlactl.ui.output import Mode, Output
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mlactl.cache.store import Entry, Store
+    from mlactl.cache.verify import RepairOutcome, Report, Reproduction
+
+_Key = tuple[Any, str, str]
+
+
+def verify(
+    keys: options.OptionalKeysArgument = None,
+    digests_only: Annotated[bool, typer.Option("--digests-only", help="Sizes and digests, not what the ELF says")] = False,
+    repair: Annotated[bool, typer.Option("--repair", help="Rebuild what this install builds under the same key")] = False,
+    reproduce: Annotated[bool, typer.Option("--reproduce", help="Compile again and compare; exit 3 where that cannot be done")] = False,
+    cache_dir: options.CacheDirOption = None,
+    output: options.OutputOption = None,
+    json: options.JsonOption = False,
+    quiet: options.QuietOption = False,
+) -> None:
+    """Check digest, arch, symbol and signature of every object."""
+    from mlactl.cache import listing
+
+    out = options.make_output(output, json, quiet)
+    if digests_only and reproduce:
+        raise UsageError("--digests-only and --reproduce were both given", hint="--reproduce checks objects in full before it compiles them again")
+    store = rendering.open_store(out, cache_dir)
+    wanted = rendering.resolve_keys(store, keys) if keys else listing.order(store.entries(on_problem=out.warn))
+    report = _check(out, store, wanted, digests_only)
+    repairs = _repair(out, store, report) if repair and report.bad else ()
+    fixed = {_identity(outcome.entry) for outcome in repairs if outcome.outcome == "rebuilt"}
+    if fixed:
+        report = _check(out, store, [store.entry_in(entry.layer, entry.key) or entry for entry in report.entries], digests_only)
+    reproductions = _reproduce(out, report) if reproduce else ()
+    _report(out, report, repairs, reproductions)
+    if report.bad or any(item.result == "different" for item in reproductions):
+        raise typer.Exit(1)
+    uncompared = [item for item in reproductions if item.result == "cannot compare"]
+    if uncompared:
+        raise EnvironmentUnfit(
+            f"cannot compare {counted(len(uncompared))} of {len(reproductions)}: {uncompared[0].reason}",
+            hint=f"mlactl cache why {uncompared[0].entry.key[: rendering.SHORT_KEY]}",
+        )
+
+
+def _check(out: Output, store: Store, entries: Sequence[Entry], digests_only: bool) -> Report:
+    from mlactl.cache.verify import verify as check
+
+    with out.progress("verifying", len(entries), "entries") as task:
+        return check(store, entries, digests_only=digests_only, on_done=task.advance)
+
+
+def _repair(out: Output, store: Store, report: Report) -> tuple[RepairOutcome, ...]:
+    from mlactl.cache.verify import repair
+
+    with out.progress("rebuilding", len(report.bad), "entries") as task:
+        return repair(store, report.bad, task.advance)
+
+
+def _reproduce(out: Output, report: Report) -> tuple[Reproduction, ...]:
+    from mlactl.cache.verify import reproduce
+
+    good = [entry for entry in report.entries if entry.status == "ok"]
+    with out.progress("compiling again", len(good), "entries") as task:
+        return reproduce(good, task.advance)
+
+
+def _identity(entry: Entry) -> _Key:
+    return entry.layer, entry.key, entry.residue
+
+
+def _report(out: Output, report: Report, repairs: Sequence[RepairOutcome], reproductions: Sequence[Reproduction]) -> None:
+    repaired = {_identity(item.entry): item for item in repairs}
+    compared = {_identity(item.entry): item for item in reproductions}
+    rows = [_row(entry, repaired.get(_identity(entry)), compared.get(_identity(entry))) for entry in report.entries]
+    if out.mode is Mode.HUMAN:
+        _report_human(out, report, repairs, reproductions)
+        return
+    shown = rows if out.mode is not Mode.QUIET else [row for row in rows if row["status"] != "ok"]
+    counts = {"checked": len(rows), "bad": len(report.bad)}
+    out.listing("entries", shown, (), key=lambda row: row["key"], extra=counts)
+
+
+def _row(entry: Entry, repaired: RepairOutcome | None, compared: Reproduction | None) -> dict[str, Any]:
+    from mlactl.cache import listing
+
+    row: dict[str, Any] = {**listing.as_json(entry), "detail": entry.detail or None}
+    if repaired is not None:
+        row["repair"] = {"outcome": repaired.outcome, "found": repaired.entry.status, "reason": repaired.reason or None}
+    if compared is not None:
+        row["reproduced"] = {"result": compared.result, "reason": compared.reason or None}
+    return row
+
+
+def _report_human(out: Output, report: Report, repairs: Sequence[RepairOutcome], reproductions: Sequence[Reproduction]) -> None:
+    bad = report.bad
+    for item in repairs:
+        said = f": {item.reason}" if item.reason else ""
+        out.line(f"{item.entry.key[: rendering.SHORT_KEY]} {item.entry.status}, {item.outcome}{said}")
+    for entry in bad if not repairs else ():
+        what = f"{entry.manifest.spec.label()} for {entry.manifest.arch}" if entry.manifest else ""
+        out.line(f"{entry.key[: rendering.SHORT_KEY]} {entry.status} {what}".rstrip())
+        out.line(f"  {entry.detail or 'nothing more is known'}")
+        out.line(f"  {entry.object_path}")
+    for compared in reproductions:
+        if compared.result != "same":
+            out.line(f"{compared.entry.key[: rendering.SHORT_KEY]} {compared.result}: {compared.reason}")
+    if reproductions:
+        same = sum(item.result == "same" for item in reproductions)
+        out.line(f"{same} of {counted(len(reproductions))} compiled again to the same bytes")
+    summary = f", {len(bad)} not ok" if bad else ", all ok" if report.entries else ""
+    out.line(f"{counted(len(report.entries))}{summary}")
+    if bad:
+        words = " ".join(f"--status {status}" for status in sorted({entry.status for entry in bad}))
+        rebuild = "" if repairs else "mlactl cache verify --repair rebuilds what this install can build; "
+        out.hint(f"{rebuild}mlactl cache prune {words} --dry-run shows what would go")

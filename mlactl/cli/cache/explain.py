@@ -1,0 +1,171 @@
+"""`mlactl cache show` and `why`: one entry in full, and why a lookup hits or misses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from mlactl.cli import options
+from mlactl.cli.cache import rendering
+from mlactl.errors import UsageError
+from mlactl.ui.output import Column, Output, bytes_text
+
+if TYPE_CHECKING:
+    from mlactl.cache.details import Details
+    from mlactl.cache.store import Store
+    from mlactl.cache.why import Explanation
+
+
+def show(
+    key: options.KeyArgument,
+    cache_dir: options.CacheDirOption = None,
+    output: options.OutputOption = None,
+    json: options.JsonOption = False,
+    quiet: options.QuietOption = False,
+) -> None:
+    """Show one entry: manifest, resources, symbols."""
+    from mlactl.cache import listing
+    from mlactl.cache.details import details
+
+    out = options.make_output(output, json, quiet)
+    entry = rendering.open_store(out, cache_dir).entry(key)
+    found = details(entry)
+    facts = found.facts
+    document = {
+        "entry": {**listing.as_json(found.entry), "detail": found.entry.detail or found.problem or None},
+        "root": str(entry.layer.path),
+        "object_path": str(entry.object_path),
+        "manifest_path": str(entry.manifest_path),
+        "manifest": entry.manifest.as_json() if entry.manifest is not None else None,
+        "resources": [asdict(kernel) for kernel in found.kernels],
+        "symbols": list(facts.symbols) if facts is not None else None,
+        "signature": facts.signature if facts is not None else None,
+        "object_arch": facts.arch if facts is not None else None,
+    }
+    out.document(document, lambda: _show_human(out, found), lambda: [entry.key])
+
+
+def _show_human(out: Output, found: Details) -> None:
+    entry, manifest, facts = found.entry, found.entry.manifest, found.facts
+    trouble = entry.detail or found.problem
+    pairs = [("key", entry.key), ("status", f"{entry.status}: {trouble}" if trouble else str(entry.status))]
+    if manifest is not None:
+        pairs += [
+            ("kernel", manifest.spec.kernel_id),
+            ("version", str(manifest.spec.version)),
+            ("facts", rendering.facts_text(dict(manifest.spec.facts))),
+            ("arch", manifest.arch),
+            ("host", manifest.host_arch),
+            ("toolchain", f"{manifest.toolchain.label()}, python {manifest.python}, {manifest.linker}"),
+            ("options", " ".join(manifest.options)),
+            ("sources", manifest.sources_digest),
+            ("object", f"{bytes_text(entry.object_bytes)}, sha256 {manifest.object_sha256}"),
+            ("code", f"sha256 {manifest.code_sha256}, compiled in {manifest.compile_s:.1f} s"),
+            ("created", manifest.created),
+        ]
+    pairs.append(("path", str(entry.object_path)))
+    if facts is not None:
+        pairs += [("object's arch", facts.arch), ("symbols", ", ".join(facts.symbols)), ("signature", facts.signature)]
+    width = max(len(name) for name, _ in pairs)
+    for name, text in pairs:
+        out.line(f"{name:<{width}}  {text}")
+    if found.kernels:
+        out.line()
+        out.table(_KERNEL_COLUMNS, found.kernels)
+    if entry.status != "ok":
+        out.hint(f"mlactl cache verify {entry.key[: rendering.SHORT_KEY]} --repair, or mlactl cache rm {entry.key[: rendering.SHORT_KEY]}")
+
+
+def _bytes_cell(size: int | None) -> str:
+    return "-" if size is None else str(size)
+
+
+_KERNEL_COLUMNS = (
+    # The compiler's names carry every argument's layout; what tells them apart is in front.
+    Column("device kernel", lambda row: row.name if len(row.name) <= 48 else f"{row.name[:47]}…"),
+    Column("registers", lambda row: str(row.registers), right=True),
+    Column("frame bytes", lambda row: _bytes_cell(row.frame_bytes), right=True),
+    Column("local bytes", lambda row: _bytes_cell(row.local_bytes), right=True),
+    Column("static smem bytes", lambda row: _bytes_cell(row.static_smem_bytes), right=True),
+    Column("dynamic smem bytes", lambda row: _bytes_cell(row.dynamic_smem_bytes), right=True),
+)
+
+
+def why(
+    key: options.OptionalKeyArgument = None,
+    profile: options.OptionalProfileOption = None,
+    arch: options.ArchOption = None,
+    cache_dir: options.CacheDirOption = None,
+    output: options.OutputOption = None,
+    json: options.JsonOption = False,
+    quiet: options.QuietOption = False,
+) -> None:
+    """Tell which key fields differ from what this machine builds."""
+    out = options.make_output(output, json, quiet)
+    if (key is None) == (profile is None):
+        found = "both" if key is not None else "neither"
+        raise UsageError(f"expected a KEY or --profile, found {found}", hint="mlactl cache why KEY, or mlactl cache why --profile NAME")
+    if key is not None and arch:
+        raise UsageError("--arch goes with --profile: an entry has one arch", hint=f"mlactl cache why {key}")
+    explanations = _explanations(rendering.open_store(out, cache_dir), key, profile, options.checked_arches(arch))
+    document = {"lookups": [_as_json(item) for item in explanations]}
+    out.document(document, lambda: _why_human(out, explanations, profile), lambda: [item.key or "-" for item in explanations if not item.hit])
+
+
+def _explanations(store: Store, key: str | None, profile: str | None, arches: tuple[str, ...]) -> tuple[Explanation, ...]:
+    from mlactl.cache.why import explain_entry, explain_specs
+
+    if key is not None:
+        return (explain_entry(store, store.entry(key)),)
+    from mlactl.profiles import load
+    from mlactl.warmup.arches import DEFAULT_ARCH, present_arches
+
+    return explain_specs(store, load(profile or "").specs(), arches or present_arches() or (DEFAULT_ARCH,))
+
+
+def _as_json(item: Explanation) -> dict[str, Any]:
+    return {
+        "key": item.key,
+        "spec": item.spec.as_json() if item.spec is not None else None,
+        "arch": item.arch,
+        "hit": item.hit,
+        "reason": item.reason,
+        "entry": item.entry.key if item.entry is not None else None,
+        "status": item.entry.status if item.entry is not None else None,
+        "differences": [asdict(difference) for difference in item.differences],
+        "notes": list(item.notes),
+    }
+
+
+def _why_human(out: Output, explanations: Sequence[Explanation], profile: str | None) -> None:
+    for item in explanations:
+        what = f"{item.spec.label()} for {item.arch}" if item.spec is not None else item.entry.key if item.entry is not None else "-"
+        out.line(f"{'hit ' if item.hit else 'miss'}  {what}")
+        out.line(f"      {item.reason}")
+        if item.key is not None:
+            out.line(f"      key here  {item.key}")
+        if item.entry is not None and item.entry.key != item.key:
+            out.line(f"      {'nearest ' if profile else 'entry   '}  {item.entry.key}")
+        if item.differences:
+            out.table(_DIFFERENCE_COLUMNS, item.differences)
+        for note in item.notes:
+            out.line(f"      {note}")
+    misses = sum(not item.hit for item in explanations)
+    if profile is not None:
+        out.line(f"{len(explanations) - misses} of {len(explanations)} lookups hit")
+    if misses:
+        out.hint(f"mlactl warmup --profile {profile or 'NAME'} compiles what is missing")
+
+
+_DIFFERENCE_COLUMNS = (
+    Column("      field", lambda difference: f"      {difference.field}"),
+    Column("entry", lambda difference: _value(difference.entry)),
+    Column("here", lambda difference: _value(difference.here)),
+)
+
+
+def _value(value: object) -> str:
+    if value is None:
+        return "absent"
+    return str(value).lower() if isinstance(value, bool) else str(value)

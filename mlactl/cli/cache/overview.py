@@ -1,0 +1,124 @@
+"""`mlactl cache ls`, `stats` and `dir`: what is there."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from mlactl.cli import options
+from mlactl.cli.cache import rendering
+from mlactl.cli.cache.rendering import counted
+from mlactl.ui.output import Column, Mode, Output, bytes_text
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mlactl.cache.stats import LayerStats
+    from mlactl.cache.store import Entry
+
+BAD_ROWS_EXPLAINED = 5
+
+
+def ls(
+    kernel: rendering.KernelFilter = None,
+    arch: options.ArchOption = None,
+    status: rendering.StatusFilter = None,
+    show_all: options.AllOption = False,
+    cache_dir: options.CacheDirOption = None,
+    output: options.OutputOption = None,
+    json: options.JsonOption = False,
+    quiet: options.QuietOption = False,
+) -> None:
+    """List entries, by names, sizes and manifests."""
+    from mlactl.cache import listing
+
+    out = options.make_output(output, json, quiet)
+    filters = listing.Filters(tuple(kernel or ()), options.checked_arches(arch), rendering.checked_statuses(status))
+    store = rendering.open_store(out, cache_dir)
+    everything = list(store.entries(on_problem=out.warn))
+    rows = listing.order(listing.select(everything, filters))
+    columns = rendering.entry_columns(rows) if out.mode is Mode.HUMAN else ()
+    out.listing("entries", rows, columns, key=lambda entry: entry.key, show_all=show_all, empty="0 entries", as_json=listing.as_json)
+    if rows:
+        _explain_bad(out, rows)
+    elif everything:
+        out.hint(f"nothing matched; the cache has {', '.join(listing.kernels_present(everything)) or 'no readable manifest'}")
+    else:
+        out.hint(f"mlactl warmup --profile NAME fills {store.roots.layers[0].path}")
+
+
+def _explain_bad(out: Output, rows: Sequence[Entry]) -> None:
+    bad = [entry for entry in rows if entry.status != "ok"]
+    for entry in bad[:BAD_ROWS_EXPLAINED]:
+        out.note(f"{entry.key[: rendering.SHORT_KEY]} {entry.status}: {entry.detail}")
+    if bad:
+        out.hint("mlactl cache verify checks every object; mlactl cache prune --status WORD --dry-run shows what would go")
+
+
+def stats(
+    cache_dir: options.CacheDirOption = None,
+    output: options.StatsOutputOption = None,
+    json: options.JsonOption = False,
+    quiet: options.QuietOption = False,
+) -> None:
+    """Count entries and bytes by kernel, version, arch and status."""
+    from mlactl.cache import listing
+    from mlactl.cache import stats as service
+
+    out = options.make_output(output, json, quiet)
+    found = service.collect(rendering.open_store(out, cache_dir))
+    if out.mode is Mode.PROMETHEUS:
+        out.line(service.prometheus(found).rstrip("\n"))
+        return
+    roots: list[dict[str, Any]] = []
+    for layer in found.layers:
+        uses = {"oldest_use": listing.iso_time(layer.oldest_use), "newest_use": listing.iso_time(layer.newest_use)}
+        roots.append({**asdict(layer), "path": str(layer.path), "toolchains": dict(layer.toolchains), **uses})
+
+    def human() -> None:
+        for layer in found.layers:
+            _stats_human(out, layer)
+
+    out.document({"roots": roots}, human, lambda: [f"{layer.path} {layer.entries} {layer.object_bytes}" for layer in found.layers])
+
+
+def _stats_human(out: Output, layer: LayerStats) -> None:
+    kind = "" if layer.writable else " (read-only)"
+    out.line(f"{layer.path}{kind}: {counted(layer.entries)}, {bytes_text(layer.object_bytes)}")
+    if layer.groups:
+        out.table(_GROUP_COLUMNS, layer.groups)
+    for label, number in layer.toolchains:
+        out.line(f"{counted(number)} made by {label}")
+
+
+_GROUP_COLUMNS = (
+    Column("kernel", lambda group: group.kernel_id or "-"),
+    Column("version", lambda group: "-" if group.version is None else str(group.version), right=True),
+    Column("arch", lambda group: group.arch or "-"),
+    Column("status", lambda group: str(group.status)),
+    Column("entries", lambda group: str(group.entries), right=True),
+    Column("size", lambda group: bytes_text(group.object_bytes), right=True),
+)
+
+
+def directory(
+    cache_dir: options.CacheDirOption = None,
+    output: options.OutputOption = None,
+    json: options.JsonOption = False,
+    quiet: options.QuietOption = False,
+) -> None:
+    """Print the roots, one a line, in the order they are searched."""
+    out = options.make_output(output, json, quiet)
+    layers = rendering.open_store(out, cache_dir).roots.layers
+    rows = [{"path": str(layer.path), "writable": layer.writable, "exists": layer.path.is_dir()} for layer in layers]
+    paths = [str(layer.path) for layer in layers]
+
+    def human() -> None:
+        for row in rows:
+            out.line(str(row["path"]))
+            if not row["exists"]:
+                out.note(f"{row['path']} does not exist yet")
+            if not row["writable"]:
+                out.note(f"{row['path']} is a read-only layer")
+
+    out.document({"roots": rows}, human, lambda: paths)

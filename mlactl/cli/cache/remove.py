@@ -1,0 +1,178 @@
+"""`mlactl cache prune` and `rm`: plan, ask, apply."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mlactl.cli import options
+from mlactl.cli.cache import rendering
+from mlactl.cli.cache.rendering import counted
+from mlactl.errors import CannotRun
+from mlactl.ui.output import Column, Output, bytes_text
+
+if TYPE_CHECKING:
+    from mlactl.cache.prune import PrunePlan, PruneResult
+    from mlactl.cache.selectors import Selectors
+    from mlactl.cache.store import Store
+    from mlactl.kernels.spec import CompileSpec
+
+
+def prune(
+    spec: Annotated[list[str] | None, typer.Option("--spec", metavar="'ID<N'", help="Versions: < <= == >= >; repeatable")] = None,
+    kernel: rendering.KernelFilter = None,
+    arch: options.ArchOption = None,
+    status: rendering.StatusFilter = None,
+    stale: Annotated[bool, typer.Option("--stale", help="Same version, other sources or toolchain")] = False,
+    older_than: Annotated[str | None, typer.Option("--older-than", metavar="30d", help="Made longer ago than this")] = None,
+    unused_for: Annotated[str | None, typer.Option("--unused-for", metavar="14d", help="Not used for this long")] = None,
+    max_size: Annotated[str | None, typer.Option("--max-size", metavar="2GiB", help="Least recently used first, down to this")] = None,
+    keep_profile: rendering.KeepProfileOption = None,
+    locks: Annotated[bool, typer.Option("--locks", help="Lock files, while nobody uses the root")] = False,
+    dry_run: options.DryRunOption = False,
+    yes: options.YesOption = False,
+    cache_dir: options.CacheDirOption = None,
+    output: options.OutputOption = None,
+    json: options.JsonOption = False,
+    quiet: options.QuietOption = False,
+) -> None:
+    """Remove entries, by default those whose version is superseded.
+
+    Different selectors must all match, repeats of one are alternatives, and any of them replaces the default.
+    """
+    from mlactl.cache import prune as service
+    from mlactl.cache import selectors as parsing
+
+    out = options.make_output(output, json, quiet)
+    selectors = parsing.Selectors(
+        specs=tuple(parsing.parse_spec(text) for text in spec or ()),
+        kernels=tuple(kernel or ()),
+        arches=options.checked_arches(arch),
+        statuses=rendering.checked_statuses(status),
+        stale=stale,
+        older_than_s=None if older_than is None else parsing.parse_duration(older_than, "--older-than"),
+        unused_for_s=None if unused_for is None else parsing.parse_duration(unused_for, "--unused-for"),
+        max_bytes=None if max_size is None else parsing.parse_size(max_size, "--max-size"),
+        locks=locks,
+    )
+    keep = _kept_specs(keep_profile)
+    store = rendering.open_store(out, cache_dir)
+    plan = service.plan(store, selectors, keep=keep)
+    _carry_out(out, plan, dry_run=dry_run, yes=yes, nothing=lambda: _nothing_selected(out, store, selectors))
+
+
+def rm(
+    keys: options.KeysArgument,
+    dry_run: options.DryRunOption = False,
+    yes: options.YesOption = False,
+    cache_dir: options.CacheDirOption = None,
+    output: options.OutputOption = None,
+    json: options.JsonOption = False,
+    quiet: options.QuietOption = False,
+) -> None:
+    """Remove named entries."""
+    from mlactl.cache import prune as service
+
+    out = options.make_output(output, json, quiet)
+    store = rendering.open_store(out, cache_dir)
+    plan = service.plan_keys(store, rendering.resolve_keys(store, keys))
+    _carry_out(out, plan, dry_run=dry_run, yes=yes, nothing=lambda: None)
+
+
+def _kept_specs(profiles: list[str] | None) -> tuple[CompileSpec, ...]:
+    if not profiles:
+        return ()
+    from mlactl.profiles import load
+
+    return tuple(spec for name in profiles for spec in load(name).specs())
+
+
+def _carry_out(out: Output, plan: PrunePlan, *, dry_run: bool, yes: bool, nothing: Callable[[], None]) -> None:
+    """Prints the plan or, once agreed to, applies it; off a terminal it refuses without --yes, whatever the plan holds."""
+    empty = not plan.entries and not plan.locks
+    if dry_run:
+        out.document(asdict(plan), lambda: _plan_human(out, plan), lambda: [entry.key for entry in plan.entries])
+        out.note("dry run: nothing was removed")
+        if empty:
+            nothing()
+        else:
+            out.hint(_same_command_with_yes())
+        return
+    if not (empty and out.can_ask):
+        if not empty and not yes and out.can_ask:
+            _plan_human(out, plan)
+        if not out.confirm(f"remove {_what(plan)} from {plan.root}?", yes=yes):
+            raise typer.Abort
+    _apply(out, plan)
+    if empty:
+        nothing()
+
+
+def _apply(out: Output, plan: PrunePlan) -> None:
+    from mlactl.cache.prune import apply
+
+    with out.progress("removing", len(plan.entries), "entries") as task:
+        result = apply(plan, task.advance)
+    document = {"root": plan.root, "selection": plan.selection, **asdict(result), "kept": [asdict(kept) for kept in plan.kept]}
+    out.document(document, lambda: _result_human(out, plan, result), lambda: result.removed)
+    if result.failed:
+        first = result.failed[0]
+        raise CannotRun(f"{counted(len(result.failed))} could not be removed; {first.reason}", hint=f"mlactl cache ls --cache-dir {plan.root}")
+
+
+def _what(plan: PrunePlan) -> str:
+    parts = [f"{counted(len(plan.entries))} ({bytes_text(plan.freed_bytes)})"] if plan.entries or not plan.locks else []
+    parts += [counted(len(plan.locks), "lock file", "lock files")] if plan.locks else []
+    return " and ".join(parts)
+
+
+def _plan_human(out: Output, plan: PrunePlan) -> None:
+    if plan.entries:
+        out.table(_PLAN_COLUMNS, plan.entries)
+    for path in plan.locks:
+        out.line(path)
+    out.line(f"{_what(plan)} of {counted(plan.root_entries)} ({bytes_text(plan.root_bytes)}) in {plan.root}; selected: {', '.join(plan.selection)}")
+    if plan.kept:
+        out.line(f"{counted(len(plan.kept))} kept: {plan.kept[0].reason}")
+
+
+def _result_human(out: Output, plan: PrunePlan, result: PruneResult) -> None:
+    locks = f" and {counted(result.locks_removed, 'lock file', 'lock files')}" if plan.locks else ""
+    out.line(f"removed {counted(len(result.removed))} ({bytes_text(result.freed_bytes)}){locks} from {plan.root}")
+    if plan.kept:
+        out.line(f"{counted(len(plan.kept))} kept: {plan.kept[0].reason}")
+    for outcome in result.skipped:
+        out.line(f"skipped {outcome.key[: rendering.SHORT_KEY]}: {outcome.reason}")
+    for outcome in result.failed:
+        out.line(f"failed {outcome.key[: rendering.SHORT_KEY]}: {outcome.reason}")
+
+
+def _nothing_selected(out: Output, store: Store, selectors: Selectors) -> None:
+    """What could have been selected, for whoever expected something to go."""
+    from mlactl.cache import listing
+
+    if selectors.selects_entries:
+        present = listing.kernels_present(store.entries([store.roots.writable] if store.roots.writable else None))
+        out.hint(f"nothing matched; the root has {', '.join(present) or 'no entries'}")
+
+
+def _same_command_with_yes() -> str:
+    words = [word for word in sys.argv[1:] if word != "--dry-run"]
+    return shlex.join(["mlactl", *words, "--yes"])
+
+
+_PLAN_COLUMNS = (
+    Column("key", lambda entry: entry.key[: rendering.SHORT_KEY]),
+    Column("kernel", lambda entry: entry.spec["kernel_id"] if entry.spec else "-"),
+    Column("version", lambda entry: str(entry.spec["version"]) if entry.spec else "-", right=True),
+    Column("status", lambda entry: entry.status),
+    Column("arch", lambda entry: entry.arch or "-"),
+    Column("size", lambda entry: bytes_text(entry.object_bytes), right=True),
+    Column("last used", lambda entry: entry.last_used or "-"),
+    Column("why", lambda entry: entry.reason),
+)

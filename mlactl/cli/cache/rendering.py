@@ -1,0 +1,118 @@
+"""What the cache commands share: opening the store, filter options, columns and cells."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mlactl.cli import options
+from mlactl.errors import UsageError
+from mlactl.ui.output import Column, Output, age_text, bytes_text
+
+if TYPE_CHECKING:
+    from mlactl.cache.store import Entry, Store
+
+SHORT_KEY = 12
+"""Digits of a key in a human listing; commands take any unique start of a key."""
+
+
+def complete_kernel(incomplete: str) -> list[str]:
+    """Kernel ids that start with what was typed."""
+    from mlactl.kernels.registry import KERNELS
+
+    return sorted(kernel_id for kernel_id in KERNELS if kernel_id.startswith(incomplete))
+
+
+def complete_status(incomplete: str) -> list[str]:
+    """Status words that start with what was typed."""
+    from mlactl.cache.store import Status
+
+    return [status.value for status in Status if status.startswith(incomplete)]
+
+
+KernelFilter = Annotated[
+    list[str] | None,
+    typer.Option("--kernel", metavar="ID", help="Kernel id, its dotted start, or a pattern; repeatable", autocompletion=complete_kernel),
+]
+StatusFilter = Annotated[
+    list[str] | None, typer.Option("--status", metavar="WORD", help="ok, digest, size, temp, ...; repeatable", autocompletion=complete_status)
+]
+KeepProfileOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--keep-profile",
+        metavar="NAME|PATH",
+        help="Never remove what this profile names; repeatable",
+        autocompletion=options.complete_profile,
+    ),
+]
+
+
+def checked_statuses(values: Sequence[str] | None) -> tuple[str, ...]:
+    """`--status` values; raises UsageError naming the words there are."""
+    from mlactl.cache.store import Status
+
+    words = [status.value for status in Status]
+    for value in values or ():
+        if value not in words:
+            raise UsageError(f"--status {value!r} is not one of {', '.join(words)}", hint="mlactl cache ls shows the status of each entry")
+    return tuple(dict.fromkeys(values or ()))
+
+
+def open_store(out: Output, cache_dir: str | None) -> Store:
+    """The store that the options and the environment name; warns of what a person should know about its roots."""
+    from mlactl.cache.roots import warnings
+    from mlactl.cache.store import Store
+
+    store = Store.open(cache_dir)
+    for text in warnings(store.roots):
+        out.warn(text)
+    return store
+
+
+def entry_columns(entries: Sequence[Entry]) -> tuple[Column, ...]:
+    """Columns of a listing of entries; the root is told only when there are several."""
+    now = time.time()
+    root = (Column("root", lambda entry: str(entry.layer.path)),) if len({entry.layer for entry in entries}) > 1 else ()
+    return (
+        Column("key", lambda entry: entry.key[:SHORT_KEY]),
+        Column("kernel", kernel_cell),
+        Column("version", lambda entry: str(entry.manifest.spec.version) if entry.manifest else "-", right=True),
+        Column("status", lambda entry: str(entry.status)),
+        Column("arch", lambda entry: entry.manifest.arch if entry.manifest else "-"),
+        Column("facts", lambda entry: facts_text(dict(entry.manifest.spec.facts)) if entry.manifest else "-"),
+        Column("size", lambda entry: bytes_text(entry.object_bytes), right=True),
+        Column("age", lambda entry: _age(entry.manifest.created if entry.manifest else None, now), right=True),
+        Column("used", lambda entry: _age(entry.last_used, now), right=True),
+        *root,
+    )
+
+
+def kernel_cell(entry: Entry) -> str:
+    """The kernel id, or the end of the name of what a writer left behind."""
+    return entry.manifest.spec.kernel_id if entry.manifest else entry.residue.removeprefix(entry.key) or "-"
+
+
+def facts_text(facts: dict[str, Any]) -> str:
+    """`groups=4 window=false`."""
+    return " ".join(f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in facts.items()) or "-"
+
+
+def _age(moment: str | float | None, now: float) -> str:
+    from mlactl.cache.listing import seconds_since
+
+    return age_text(seconds_since(moment, now))
+
+
+def counted(number: int, noun: str = "entry", plural: str = "entries") -> str:
+    """`1 entry`, `12 entries`."""
+    return f"{number} {noun if number == 1 else plural}"
+
+
+def resolve_keys(store: Store, keys: Sequence[str]) -> list[Entry]:
+    """The entries of these keys or unique starts of keys, without repeats; raises NotFound or UsageError before anything is done."""
+    found = [store.entry(key) for key in keys]
+    return list({(entry.layer, entry.key): entry for entry in found}.values())

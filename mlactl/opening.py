@@ -1,0 +1,19 @@
+"""The one function that gives the kernels' runtime its objects: opens the store and injects it."""
+
+from __future__ import annotations
+
+import os
+
+from mlactl.cache.load import StoreSource
+from mlactl.cache.store import Store
+from mlactl.kernels import runtime
+
+
+def open_runtime(cache_dir: str | None = None, *, frozen: bool | None = None) -> Store:
+    """Opens the store and lets launches in this process load from it; a miss compiles unless `frozen`.
+
+    `frozen` defaults to MLACTL_FROZEN=1: a serving process that never compiles.
+    """
+    store = Store.open(cache_dir)
+    runtime.configure(StoreSource(store), frozen=os.environ.get("MLACTL_FROZEN") == "1" if frozen is None else frozen)
+    return store

@@ -1,0 +1,66 @@
+"""What a warmup has to do: every object a profile can launch, on every arch asked for, against what the cache holds.
+
+Imports neither torch nor the compiler: this is all that `warmup --check` and `--dry-run` run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mlactl.cache.store import Hit, Store
+from mlactl.kernels import registry
+from mlactl.kernels.spec import CompileSpec
+from mlactl.profiles import Profile
+
+PRESENT, MISSING, NOT_BUILT = "present", "missing", "not-built"
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One object of a plan: `state` is present, missing or not-built; `key` is None where no compiler says what it would be."""
+
+    spec: CompileSpec
+    arch: str
+    key: str | None
+    state: str
+    reason: str | None
+
+    def as_json(self) -> dict[str, Any]:
+        """The row of `--json` output."""
+        return {"key": self.key, "spec": self.spec.as_json(), "arch": self.arch, "status": self.state, "reason": self.reason}
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Every object of one warmup, in a fixed order: arch by arch, as the profile lists its specs."""
+
+    profile: Profile
+    arches: tuple[str, ...]
+    items: tuple[Item, ...]
+
+    def of(self, state: str) -> tuple[Item, ...]:
+        """The items in that state."""
+        return tuple(item for item in self.items if item.state == state)
+
+    @property
+    def complete(self) -> bool:
+        """True when nothing is missing, what cannot be built yet included."""
+        return all(item.state == PRESENT for item in self.items)
+
+
+def make_plan(profile: Profile, arches: Sequence[str], store: Store, identities: tuple[int, ...] | None = None) -> Plan:
+    """Looks up every (spec, arch); `identities` narrows the latent-scale variants to what a scale file needs."""
+    items = tuple(_item(spec, arch, store) for arch in arches for spec in profile.specs(identities))
+    return Plan(profile, tuple(arches), items)
+
+
+def _item(spec: CompileSpec, arch: str, store: Store) -> Item:
+    reason = registry.not_built(spec)
+    if reason is not None:
+        return Item(spec, arch, None, NOT_BUILT, reason)
+    found = store.lookup(spec, arch)
+    if isinstance(found, Hit):
+        return Item(spec, arch, found.entry.key, PRESENT, None)
+    return Item(spec, arch, found.key, MISSING, found.reason)

@@ -1,0 +1,138 @@
+"""`cache verify`: findings, repair and reproduction as a person and a pipe see them."""
+
+import os
+import re
+import signal
+
+import stand_ins
+
+from mlactl.cache import locks
+
+
+def test_all_ok_in_every_mode(cache, filled):
+    done = cache.every_mode("cache", "verify", rows="entries")
+    assert done["human"].stdout == "6 entries, all ok\n"
+    assert done["quiet"].stdout == ""
+    document = done["json"].json
+    assert (document["checked"], document["bad"]) == (6, 0)
+    assert [(item["key"], item["status"], item["detail"]) for item in document["entries"]] == [(entry.key, "ok", None) for entry in filled.in_order]
+
+
+def test_an_empty_root_is_clean(cache):
+    done = cache.every_mode("cache", "verify", rows="entries")
+    assert done["human"].stdout == "0 entries\n"
+    assert done["json"].json == {"schema_version": 1, "checked": 0, "bad": 0, "entries": []}
+
+
+def test_findings_in_every_mode(cache, filled, prebuilt):
+    """Every word verify can say, each for its own damage, in one root."""
+    stand_ins.flip_bit(filled.current)
+    first, second = filled.superseded, filled.newer
+    stand_ins.put_object(first, second.object_path.read_bytes(), digests=True)
+    os.truncate(second.object_path, 4096)
+    filled.other_sources.object_path.unlink()
+    filled.other_toolchain.manifest_path.unlink()
+    filled.sm_121a.manifest_path.write_bytes(b"not a manifest")
+    stand_ins.leave_temporary(filled.other_toolchain)
+    expected = {
+        (filled.current.key, "digest"),
+        (first.key, "symbol"),
+        (second.key, "size"),
+        (filled.other_sources.key, "no-object"),
+        (filled.other_toolchain.key, "no-manifest"),
+        (filled.other_toolchain.key, "temp"),
+        (filled.sm_121a.key, "bad-manifest"),
+    }
+    done = cache.every_mode("cache", "verify", rows="entries", code=1)
+    document = done["json"].json
+    assert {(item["key"], item["status"]) for item in document["entries"]} == expected
+    assert all(item["detail"] for item in document["entries"])
+    assert document["bad"] == 7
+    assert sorted(done["quiet"].lines) == sorted(key for key, _ in expected)
+    text = done["human"].stdout
+    assert text.endswith("\n7 entries, 7 not ok\n")
+    assert (
+        f"{second.key[:12]} size test.tiny 2 dtype=f32 factor=5 for sm_120a\n  4096 bytes, expected {second.object_bytes}\n  {second.object_path}\n"
+        in text
+    )
+    assert f"{first.key[:12]} symbol test.tiny 0 dtype=f32 factor=3 for sm_120a\n  exports mlactl_{second.key}, expected mlactl_{first.key}\n" in text
+    assert done["human"].stderr.endswith(
+        "hint: mlactl cache verify --repair rebuilds what this install can build; mlactl cache prune --status bad-manifest --status digest "
+        "--status no-manifest --status no-object --status size --status symbol --status temp --dry-run shows what would go\n"
+    )
+
+
+def test_named_keys_and_digests_only(cache, filled):
+    stand_ins.flip_bit(filled.current)
+    good = cache("cache", "verify", filled.newer.key[:10], filled.superseded.key)
+    assert (good.code, good.stdout) == (0, "2 entries, all ok\n")
+    assert cache("cache", "verify", filled.current.key, "-q").lines == [filled.current.key]
+    assert cache("cache", "verify", "feedc0de").code == 1
+    # A swap with rewritten digests is what digests alone cannot see.
+    stand_ins.put_object(filled.superseded, filled.newer.object_path.read_bytes(), digests=True)
+    assert cache("cache", "verify", filled.superseded.key, "--digests-only").code == 0
+    assert cache("cache", "verify", filled.superseded.key).code == 1
+
+
+def test_repair_rebuilds_with_the_real_compiler(cache, store, filled):
+    before = filled.current.object_path.read_bytes()
+    stand_ins.flip_bit(filled.current)
+    stand_ins.flip_bit(filled.superseded)
+    done = cache("cache", "verify", "--repair")
+    assert done.code == 1, "one is left"
+    assert f"{filled.current.key[:12]} digest, rebuilt\n" in done.stdout
+    assert f"{filled.superseded.key[:12]} digest, left: test.tiny: version 0 asked for, this release builds version 1\n" in done.stdout
+    assert done.stdout.endswith("6 entries, 1 not ok\n")
+    assert "hint: mlactl cache prune --status digest --dry-run shows what would go\n" in done.stderr
+    assert filled.current.object_path.read_bytes() == before, "objects are reproducible"
+
+
+def test_repair_of_everything_is_clean(cache, store, filled):
+    filled.current.object_path.unlink()
+    done = cache("cache", "verify", "--repair", "--json")
+    assert done.code == 0, done.stderr
+    row = next(item for item in done.json["entries"] if item["key"] == filled.current.key)
+    assert (row["status"], row["repair"]) == ("ok", {"outcome": "rebuilt", "found": "no-object", "reason": None})
+    assert cache("cache", "verify").code == 0
+
+
+def test_repair_says_who_is_busy(cache, store, filled):
+    stand_ins.flip_bit(filled.current)
+    with locks.entry_lock(store.roots.writable, filled.current.key, exclusive=False, wait_s=0.0):
+        done = cache("cache", "verify", "--repair")
+    assert done.code == 1
+    assert re.search(rf"{filled.current.key[:12]} digest, busy: .*in use by process {os.getpid()}", done.stdout)
+
+
+def test_reproduce(cache, filled):
+    """Proven, not comparable and different are three answers with three exit codes."""
+    same = cache("cache", "verify", filled.current.key, filled.sm_121a.key, "--reproduce")
+    assert same.code == 0, same.stderr
+    assert same.stdout == "2 of 2 entries compiled again to the same bytes\n2 entries, all ok\n"
+    both = cache("cache", "verify", filled.current.key, filled.other_toolchain.key, "--reproduce")
+    assert both.code == 3
+    assert "1 of 2 entries compiled again to the same bytes\n" in both.stdout
+    assert re.search(
+        rf"error: cannot compare 1 entry of 2: built from other toolchain\..*\nhint: mlactl cache why {filled.other_toolchain.key[:12]}\n",
+        both.stderr,
+    )
+    stand_ins.rewrite_manifest(filled.current, code_sha256="ab" * 32)
+    different = cache("cache", "verify", filled.current.key, filled.other_toolchain.key, "--reproduce", "--json")
+    assert different.code == 1
+    results = {item["key"]: item["reproduced"]["result"] for item in different.json["entries"]}
+    assert results == {filled.current.key: "different", filled.other_toolchain.key: "cannot compare"}
+    assert cache("cache", "verify", "--reproduce", "--digests-only").code == 2
+
+
+def test_ctrl_c_is_130_and_says_how_far_it_came(cache, filled, prebuilt):
+    """Stopped while it compiles again: nothing was published by it, so nothing can be half done."""
+    process = cache.start("cache", "verify", "--reproduce")
+    for line in process.stderr:
+        if line.startswith("compiling again"):
+            break
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130, stderr
+    assert "Traceback" not in stderr
+    assert "interrupted" in stderr
+    assert stdout == ""

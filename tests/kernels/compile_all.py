@@ -1,0 +1,48 @@
+"""Compiles specs in a process of its own: `compile_all.py OUT_DIR ARCH`, or `compile_all.py --sources KERNEL_ID` to list
+the kernel modules that one compile loads."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+from mlactl.kernels import compiler, registry
+from mlactl.kernels.spec import CompileSpec
+
+
+def built_specs(kernel_id: str) -> list[CompileSpec]:
+    """Every spec of a kernel that has code."""
+    declared = registry.kernel(kernel_id)
+    values = [declared.built.get(fact.name, fact.allowed) for fact in declared.facts]
+    return [declared.spec(**dict(zip((fact.name for fact in declared.facts), chosen, strict=True))) for chosen in itertools.product(*values)]
+
+
+def file_name(spec: CompileSpec) -> str:
+    return "-".join([spec.kernel_id, *(str(value) for _, value in spec.facts)]) + ".o"
+
+
+def loaded_sources() -> list[str]:
+    root = registry.SOURCE_ROOT
+    paths = [Path(module.__file__).resolve() for name, module in sys.modules.items() if name.startswith("mlactl.kernels") and module.__file__]
+    return sorted(path.relative_to(root).as_posix() for path in paths)
+
+
+def main() -> None:
+    flavour = compiler.load_export_libraries()
+    if sys.argv[1] == "--sources":
+        with tempfile.TemporaryDirectory() as folder:
+            compiler.compile_object(built_specs(sys.argv[2])[0], "sm_120a", "mlactl_x", flavour, Path(folder) / "x.o")
+        sys.stdout.write(json.dumps(loaded_sources()))
+        return
+    folder, arch = Path(sys.argv[1]), sys.argv[2]
+    for declared in registry.KERNELS.values():
+        if declared.builder is not None:
+            for spec in built_specs(declared.kernel_id):
+                compiler.compile_object(spec, arch, "mlactl_0123abcd", flavour, folder / file_name(spec))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,376 @@
+"""Outer-scale files: both formats, every fault people met, and what a deployment makes of a file."""
+
+import dataclasses
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from scale_files import LAYERS, amplitudes, float32, gscale, v1, write_json
+
+from mlactl.errors import CannotRun
+from mlactl.profiles import load
+from mlactl.scales.findings import InvalidScales, Severity
+from mlactl.scales.needs import identities_needed
+from mlactl.scales.outer import examine_bytes, load_outer_scales
+
+
+def judge(document, profile=None):
+    data = document if isinstance(document, bytes) else json.dumps(document).encode()
+    return examine_bytes(Path("scales.json"), data, profile)
+
+
+def errors(document, profile=None):
+    return [row for row in judge(document, profile).findings.rows() if row.severity is Severity.ERROR]
+
+
+def warnings(document, profile=None):
+    return [row.check for row in judge(document, profile).findings.rows() if row.severity is Severity.WARNING]
+
+
+def profile(**changes):
+    """The shipped GLM-5.2 profile (78 layers, static NVFP4), with parts of it replaced: `model={"layers": 79}`."""
+    shipped = load("glm-5.2-tp4-dcp4")
+    parts = {name: dataclasses.replace(getattr(shipped, name), **values) for name, values in changes.items()}
+    return dataclasses.replace(shipped, **parts)
+
+
+def with_value(text: str, layer: int = 17) -> bytes:
+    """A v1 file without max_abs whose scale of one layer is written as `text`."""
+    document = v1(max_abs=None)
+    document["scales"][layer] = "@"
+    return json.dumps(document).replace('"@"', text).encode()
+
+
+def test_a_valid_file_loads(tmp_path):
+    path = write_json(tmp_path / "scales.json", v1())
+    found = load_outer_scales(path)
+    assert found.scales == tuple(float32(value / 2688) for value in amplitudes())
+    assert (found.record_layout, found.latent_dim, found.identity_layers, found.identities) == ("nvfp4_ds_mla", 512, (), (0,))
+    assert found.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert found.scale_of("model.layers.17.self_attn.attn") == found.scales[17]
+    assert found.scale_of("model.layers.78.mtp_block.self_attn.attn") == 1.0  # a draft layer
+    with pytest.raises(KeyError):
+        found.scale_of("lm_head")
+    with pytest.raises(KeyError):
+        found.scale_of(-1)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        found.latent_dim = 1
+
+
+def test_a_valid_gscale_file_loads(tmp_path):
+    found = load_outer_scales(write_json(tmp_path / "scales.json", gscale()))
+    assert len(found.scales) == LAYERS
+    assert found.scales[17] == 18 / 1024
+    assert found.record_layout == "glm-zero-rope-288b"
+
+
+@pytest.mark.parametrize("count", [77, 79])
+def test_s1_wrong_layer_count(count):
+    """S1: one scale too few was padded with 1.0 elsewhere, one too many shifted every layer behind it."""
+    document = v1(max_abs=None)
+    document["scales"] = [0.001] * count
+    (found,) = errors(document)
+    assert (found.check, found.layer, found.tensor) == ("layer-count", min(count, LAYERS), "scales")
+    assert str(count) in found.value
+    assert found.expected == "78 values"
+
+
+def test_s1_layer_17_missing_by_name():
+    (found,) = errors(gscale(layers=[layer for layer in range(LAYERS) if layer != 17]))
+    assert (found.check, found.layer) == ("missing-layer", 17)
+
+
+@pytest.mark.parametrize(
+    ("text", "check"),
+    [
+        ("0", "not-positive"),
+        ("0.0", "not-positive"),
+        ("-0.0", "not-positive"),
+        ("-0.1", "not-positive"),
+        ("1e-46", "not-positive"),
+        ("1e999", "not-finite"),
+        ("-1e999", "not-finite"),
+        ("Infinity", "not-finite"),
+        ("-Infinity", "not-finite"),
+        ("NaN", "not-finite"),
+        ("3.5e38", "not-finite"),
+        ("9" * 5000, "not-finite"),
+        ("true", "not-a-number"),
+        ("false", "not-a-number"),
+        ('"0.5"', "not-a-number"),
+        ("null", "not-a-number"),
+        ("[0.5]", "not-a-number"),
+        ("{}", "not-a-number"),
+    ],
+)
+def test_s2_one_value_that_is_no_scale(text, check):
+    """S2: loaders elsewhere took true as 1, "0.5" as 0.5, NaN as it came, and clamped 0 to something small."""
+    (found,) = errors(with_value(text))
+    assert (found.check, found.layer, found.index, found.tensor) == (check, 17, (17,), "scales")
+    shown = {"[0.5]": "a list of 1", "{}": "an empty object", "9" * 5000: "99999999999999999999… (5000 digits)"}.get(text, text)
+    assert found.value == shown
+    named = gscale()
+    named["layers"]["model.layers.17.self_attn.attn"]["latent_scale"] = "@"
+    (same,) = errors(json.dumps(named).replace('"@"', text).encode())
+    assert (same.check, same.layer, same.tensor, same.value) == (check, 17, "model.layers.17.self_attn.attn", shown)
+
+
+def test_the_decision_is_made_on_float32():
+    assert judge(with_value("1.00000001")).layers[17].variant == "identity"
+    assert judge(with_value("1.0000001")).layers[17].variant == "dynamic"
+    assert judge(with_value("1")).layers[17].variant == "identity"
+    assert errors(with_value("1.4e-45")) == []
+    assert warnings(with_value("1.4e-45")) == ["subnormal"]
+
+
+def test_s5_byte_order_mark_is_read_and_said():
+    """S5: a file saved by an editor with a byte order mark was "not JSON" to the loader, with no word of why."""
+    found = judge(b"\xef\xbb\xbf" + json.dumps(v1()).encode())
+    assert [row.check for row in found.findings.rows()] == ["byte-order-mark"]
+    assert len(found.layers) == LAYERS
+
+
+@pytest.mark.parametrize(("key", "text"), [("num_layers", "78"), ("scales", "[]"), ("format", '"nvfp4_ds_mla_outer_scale_v1"')])
+def test_s5_duplicate_key(key, text):
+    """S5: of two equal keys the last one won in silence, and the file had been edited in the first one."""
+    data = json.dumps(v1())[:-1] + f', "{key}": {text}}}'
+    assert [(row.check, row.tensor) for row in errors(data.encode()) if row.check == "duplicate-key"] == [("duplicate-key", key)]
+
+
+def test_s5_duplicate_key_deep_in_the_file():
+    text = json.dumps(gscale()).replace('{"latent_scale": 0.017578125}', '{"latent_scale": 0.017578125, "latent_scale": 0.5}')
+    (found,) = errors(text.encode())
+    assert (found.check, found.tensor) == ("duplicate-key", "layers.model.layers.17.self_attn.attn.latent_scale")
+
+
+@pytest.mark.parametrize("keys", [("03", "3"), ("model.layers.03.self_attn", "model.layers.3.self_attn"), ("a.layers.3.x", "b.layers.3.y")])
+def test_s5_two_keys_for_one_layer(keys):
+    """S5: "03" and "3" are two keys to JSON and one layer to whoever calls int() on them."""
+    document = gscale(layers=[])
+    document["layers"] = {f"model.layers.{layer}.self_attn": {"latent_scale": 0.1} for layer in range(3)}
+    document["layers"] |= {key: {"latent_scale": 0.1} for key in keys}
+    found = [row for row in errors(document) if row.check == "same-layer"]
+    assert [row.layer for row in found] == [3]
+    assert all(f'"{key}"' in found[0].value for key in keys)
+
+
+def test_a_map_of_scales_is_no_list():
+    document = v1(max_abs=None, scales={"03": 0.1, "3": 0.2})
+    assert {row.check for row in errors(document)} == {"not-a-list", "same-layer"}
+
+
+def test_a_name_with_a_leading_zero_is_nobodys():
+    document = gscale(layers=range(3))
+    document["layers"]["model.layers.03.self_attn.attn"] = {"latent_scale": 0.1}
+    (found,) = errors(document)
+    assert (found.check, found.layer) == ("layer-name", 3)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "check"),
+    [
+        ("denominator", 2688.1, "denominator"),
+        ("denominator", 6.0, "denominator"),
+        ("denominator", "2688", "denominator"),
+        ("denominator", True, "denominator"),
+        ("denominator", None, "denominator"),
+        ("latent_dim", 576, "latent-dim"),
+        ("latent_dim", 512.0, "latent-dim"),
+        ("latent_dim", None, "latent-dim"),
+        ("num_layers", 78.0, "num-layers"),
+        ("num_layers", "78", "num-layers"),
+        ("num_layers", True, "num-layers"),
+        ("num_layers", 0, "num-layers"),
+        ("num_layers", None, "num-layers"),
+        ("scales", None, "not-a-list"),
+        ("scales", 0.5, "not-a-list"),
+        ("format", "nvfp4_ds_mla_outer_scale_v3", "unknown-format"),
+        ("format", None, "unknown-format"),
+        ("max_abs", 3, "not-a-list"),
+    ],
+)
+def test_fields_of_v1(field, value, check):
+    assert check in [row.check for row in errors(v1(**{field: value}))]
+
+
+def test_denominator_may_be_an_integer():
+    assert errors(v1(denominator=2688)) == []
+
+
+def test_a_scale_that_is_not_its_max_abs():
+    document = v1()
+    document["scales"][40] *= 0.5
+    (found,) = errors(document)
+    assert (found.check, found.layer, found.index) == ("not-max-abs", 40, (40,))
+    assert "clip" in found.effect
+    assert repr(document["max_abs"][40]) in found.expected
+    document["scales"][40] *= 4
+    assert "floor" in errors(document)[0].effect
+
+
+def test_scales_written_from_fp32_match():
+    """A file written from fp32 differs from max_abs/2688 in double and was called wrong."""
+    document = v1()
+    document["scales"] = [float32(scale) for scale in document["scales"]]
+    assert document["scales"] != [value / 2688 for value in document["max_abs"]]
+    assert errors(document) == []
+
+
+def test_max_abs_of_another_length():
+    document = v1()
+    document["max_abs"].pop()
+    (found,) = errors(document)
+    assert (found.check, found.layer, found.tensor) == ("layer-count", 77, "max_abs")
+
+
+def test_every_scale_one_is_a_warning():
+    document = v1(scales=[1.0] * LAYERS, max_abs=None)
+    found = judge(document)
+    assert [(row.severity, row.check) for row in found.findings.rows()] == [(Severity.WARNING, "all-identity")]
+    document["scales"][3] = 0.5
+    assert judge(document).findings.rows() == ()
+
+
+def test_an_unknown_field_is_a_note():
+    (found,) = judge(v1(comment="made by hand")).findings.rows()
+    assert (found.severity, found.tensor) == (Severity.NOTE, "comment")
+
+
+@pytest.mark.parametrize(("field", "value"), [("algorithm", "nvfp4"), ("record_layout", "nvfp4_ds_mla"), ("algorithm", None)])
+def test_fields_of_gscale(field, value):
+    (found,) = errors(gscale(**{field: value}))
+    assert found.tensor == field
+
+
+@pytest.mark.parametrize("layers", [{}, [], None, 3])
+def test_gscale_without_layers(layers):
+    assert [row.check for row in errors(gscale(layers=[]) | {"layers": layers})] == ["no-layers"]
+
+
+def test_gscale_with_a_huge_index_is_one_finding():
+    document = gscale(layers=[0, 999_999_999])
+    assert [row.check for row in errors(document)] == ["missing-layer"]
+
+
+@pytest.mark.parametrize("field", ["format", "schema"])
+def test_v2_is_known_and_unsupported(field):
+    """Its fields are not public: nothing else in it may be judged."""
+    (found,) = errors({field: "nvfp4_ds_mla_outer_scale_v2", "scales": "whatever", "num_layers": -1})
+    assert found.check == "unsupported-format"
+    assert "not public" in found.effect
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"", "empty"),
+        (b" \n", "white space"),
+        (b"\xff\xfe{\x00}\x00", "byte 0 is not UTF-8"),
+        (b"{", "line 1 column 2"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"format": 1} x', "extra data"),
+        (b"\xef\xbb\xbf", "white space"),
+        (b'{"a": \x00}', "line 1"),
+    ],
+)
+def test_malformed(data, said):
+    (found,) = errors(data)
+    assert found.check == "malformed-json"
+    assert said in found.value
+
+
+@pytest.mark.parametrize("root", [[], "text", 3, None, True])
+def test_no_object(root):
+    (found,) = errors(json.dumps(root).encode())
+    assert found.check == "malformed-json"
+
+
+def test_untrusted_text_is_safe_to_print():
+    """An escape sequence or a lone surrogate in a name reached the terminal, or stopped the JSON output."""
+    document = gscale(layers=[])
+    document["layers"] = {"layers.0.\ud800\x1b[31m": {"latent_scale": "\x1b[0m\udfff"}}
+    for row in errors(document):
+        for text in (row.tensor, row.value, row.expected, row.effect):
+            assert text is None or text.isprintable()
+            assert text is None or text.encode()
+
+
+def test_a_hostile_file_does_not_fill_the_memory():
+    found = judge(v1(num_layers=50_000, scales=["x"] * 50_000, max_abs=None)).findings
+    assert found.count(Severity.ERROR) == 50_000
+    assert len(found.rows()) == 1000
+
+
+def test_profile_checks_layers_latent_record_and_drafts():
+    glm = profile()
+    drafts = glm.model.draft_layers
+    assert (glm.model.layers, drafts > 0) == (78, True)
+    assert [row.check for row in judge(v1(), glm).findings.rows()] == ["draft-layers"]
+    (found,) = errors(v1(77), glm)
+    assert (found.check, found.layer) == ("layer-count", 77)
+    (found,) = errors(v1(79), glm)
+    assert (found.check, found.layer) == ("layer-count", 78)
+    (found,) = errors(v1(), profile(model={"latent_dim": 256}))
+    assert (found.check, found.value) == ("latent-dim", "512")
+    (found,) = errors(v1(), profile(kv={"record": "fp8_ds_mla"}))
+    assert found.check == "record-layout"
+    assert "fp8_ds_mla" in found.value
+    assert errors(v1(), profile(kv={"record": "nvfp4_ds_mla_368"})) == []
+    assert errors(v1(), profile(kv={"record": "nvfp4_ds_mla_368_per_token"}))[0].check == "record-layout"
+    assert warnings(v1(), profile(model={"layers": None})) == ["layer-count"]
+
+
+def test_no_kernel_reads_the_gscale_layout():
+    (found,) = errors(gscale(), profile())
+    assert (found.check, found.value) == ("record-layout", "glm-zero-rope-288b")
+    assert "no kernel reads this layout" in found.effect
+    beyond = [row.layer for row in errors(gscale(layers=range(81)), profile()) if row.check == "extra-layer"]
+    assert beyond == list(range(78 + profile().model.draft_layers, 81))
+    assert [row.layer for row in errors(gscale(layers=range(77)), profile()) if row.check == "missing-layer"] == [77]
+
+
+def test_identities_needed(tmp_path):
+    """Warmup compiled the dynamic variant alone, and the draft layer's launch missed."""
+    path = write_json(tmp_path / "scales.json", v1())
+    assert identities_needed(path, profile()) == (0, 1)
+    assert identities_needed(path, profile(model={"draft_layers": 0})) == (0,)
+    one = v1(max_abs=None)
+    one["scales"][5] = 1.0
+    write_json(path, one)
+    assert identities_needed(path, profile(model={"draft_layers": 0})) == (0, 1)
+    write_json(path, v1(scales=[1.0] * LAYERS, max_abs=None))
+    assert identities_needed(path, profile(model={"draft_layers": 0})) == (1,)
+    write_json(path, v1(77))
+    with pytest.raises(InvalidScales, match="layer 77") as caught:
+        identities_needed(path, profile())
+    assert caught.value.exit_code == 1
+    assert caught.value.hint == f"mlactl verify-scales {path} --profile glm-5.2-tp4-dcp4"
+
+
+def test_unreadable_files(tmp_path):
+    with pytest.raises(CannotRun, match="no such file"):
+        load_outer_scales(tmp_path / "absent.json")
+    with pytest.raises(CannotRun, match="is a folder"):
+        load_outer_scales(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(CannotRun, match="is a pipe"):  # and does not wait for a writer
+        load_outer_scales(tmp_path / "pipe")
+    with (tmp_path / "huge.json").open("wb") as file:
+        file.truncate(65 * 2**20)
+    with pytest.raises(CannotRun, match="68157440 bytes"):
+        load_outer_scales(tmp_path / "huge.json")
+
+
+def test_loading_imports_neither_torch_nor_numpy(tmp_path):
+    path = write_json(tmp_path / "scales.json", v1())
+    code = (
+        "import sys; from pathlib import Path; from mlactl.profiles import load; from mlactl.scales.outer import load_outer_scales;"
+        f"load_outer_scales(Path({str(path)!r}), load('glm-5.2-tp4-dcp4'));"
+        "print([name for name in ('torch', 'numpy', 'cutlass', 'rich', 'matplotlib') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
