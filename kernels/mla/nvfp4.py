@@ -238,13 +238,16 @@ class Nvfp4Decoder(LatentDecoder):
 
     @property
     def pairs(self):
+        """Even nibbles of a word two apart, then odd ones."""
         return tuple((8 * word + low, 8 * word + high) for word in range(2) for low, high in ptx_narrow.E2M1_PAIRS)
 
     @property
     def shift(self):
+        """E2M1 widened to E4M3 bytes reads as its value times 2^-6."""
         return _E2M1_SHIFT
 
     def latent(self, stage, part):
+        """Words of this lane's group of every token, and their scales."""
         pitch, row = self.config.pitch, stage + self.lane // 4 * self.config.pitch
         at = row + part * (SLICE_LATENT // 2) + self.lane % 4 * (LANE_LATENT // 2)
         words = [ptx_narrow.load_shared_words(at, 2, token * 8 * pitch) for token in range(self.config.token_tiles)]
@@ -253,6 +256,7 @@ class Nvfp4Decoder(LatentDecoder):
         return words, [ptx_narrow.e4m3_twice(code) for code in codes]
 
     def decode(self, words, scale, index):
+        """Exact f16 pairs of one word."""
         return ptx_narrow.e2m1_octet(words[index], scale)
 
     def _token_columns(self, stage):
@@ -262,6 +266,7 @@ class Nvfp4Decoder(LatentDecoder):
         return [self._columns(stage, token, record.token_scale_at) for token in range(self.config.token_tiles)]
 
     def token_scales(self, stage, tokens):
+        """The fp32 `s_t` of each token; None for static records."""
         record = self.config.record
         if record.token_scale_at is None:
             return None
@@ -273,18 +278,22 @@ class Fp8Decoder(LatentDecoder):
 
     @property
     def pairs(self):
+        """Neighbours."""
         return tuple((2 * index, 2 * index + 1) for index in range(LANE_PAIRS))
 
     @property
     def shift(self):
+        """E4M3 reads as it is."""
         return 0
 
     def latent(self, stage, part):
+        """Words of this lane's group of every token, and their scales."""
         pitch, tiles = self.config.pitch, self.config.token_tiles
         at = stage + self.lane // 4 * pitch + part * SLICE_LATENT + self.lane % 4 * LANE_LATENT
         return [ptx_narrow.load_shared_words(at, 4, token * 8 * pitch) for token in range(tiles)], [None] * tiles
 
     def decode(self, words, scale, index):
+        """Exact f16 pairs of one word."""
         return ptx_narrow.e4m3_quad(words[index])
 
     def _group_offset(self, part):
@@ -302,15 +311,18 @@ class Fp8Decoder(LatentDecoder):
         ]
 
     def values(self, chunk):
+        """Values times their group's scale, rounded once to bf16."""
         return [
             [[ptx_narrow.f16_pair_to_bf16(word, weight) for word in tile] for tile, weight in zip(part, weights, strict=True)]
             for part, weights in zip(chunk.values, chunk.weights, strict=True)
         ]
 
     def product(self, sums, weights, b0, b1):
+        """bf16: the values are."""
         return ptx.mma_bf16(sums, weights, b0, b1)
 
     def pack(self, low, high):
+        """bf16: the values are."""
         return ptx.pack_bf16(low, high)
 
 

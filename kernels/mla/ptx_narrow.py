@@ -55,10 +55,12 @@ def load_shared_words(address, count, offset=0):
 
 
 def load_shared_u8(address, offset=0):
+    """One byte, zero-extended."""
     return inline([Int32], [address], f"{{.reg .b16 h; ld.shared.u8 h, [$1+{offset}]; cvt.u32.u16 $0, h;}}", "=r,r", effects=True)
 
 
 def load_shared_u16(address, offset=0):
+    """Two bytes, zero-extended."""
     return inline([Int32], [address], f"{{.reg .b16 h; ld.shared.u16 h, [$1+{offset}]; cvt.u32.u16 $0, h;}}", "=r,r", effects=True)
 
 
@@ -71,6 +73,7 @@ def load_words(address, count, offset=0):
 
 
 def store_f32x4(address, values, offset=0):
+    """16 bytes to global memory."""
     inline([], [address, *values], f"st.global.v4.f32 [$0+{offset}], {{$1,$2,$3,$4}};", "l,f,f,f,f", effects=True)
 
 
@@ -109,6 +112,7 @@ def opaque(word):
 
 
 def as_f32(word):
+    """The same 32 bits as fp32."""
     return inline([Float32], [word], "mov.b32 $0, $1;", "=f,r", effects=False)
 
 
@@ -138,6 +142,7 @@ def where_valid(slot, x, other):
 
 
 def reciprocal(x):
+    """1/x, approximately."""
     return inline([Float32], [x], "rcp.approx.ftz.f32 $0, $1;", "=f,f", effects=False)
 
 

@@ -8,12 +8,12 @@ uint8 [..., bytes].
 from __future__ import annotations
 
 import math
-import struct
 
 import torch
 from torch import Tensor
 
 from mlactl.kernels.errors import BindError
+from mlactl.kernels.mla.latent_scale import float32_scale
 from mlactl.kernels.mla.sparse_records import E4M3_MAX, LATENT, NVFP4_MAX, ROPE, SPARSE_RECORDS, SparseRecord
 
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -47,17 +47,6 @@ def record_bytes(record: str) -> int:
     return _sparse(record).record_bytes
 
 
-def float32_scale(scale: float, name: str) -> float:
-    """A scale as the float32 that kernels and records use; raises BindError unless it is finite and above 0 there."""
-    try:
-        rounded = struct.unpack("<f", struct.pack("<f", scale))[0]
-    except OverflowError:
-        rounded = math.inf
-    if not (math.isfinite(rounded) and rounded > 0.0):
-        raise BindError(f"{name}: {scale!r} is {rounded!r} as float32, expected a finite number above 0")
-    return float(rounded)
-
-
 # ------------------------------------------------------------------ codes
 
 
@@ -89,6 +78,11 @@ def e4m3_decode(codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     return _table(E4M3_VALUES, codes, dtype)[codes.long()]
 
 
+def _split(values: Tensor, groups: int, size: int) -> Tensor:
+    """[..., groups * size] as [..., groups, size]."""
+    return values.reshape(*values.shape[:-1], groups, size)
+
+
 def unpack_nibbles(packed: Tensor) -> Tensor:
     """[..., n] bytes to [..., 2n] codes, the low nibble of each byte first."""
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
@@ -96,7 +90,7 @@ def unpack_nibbles(packed: Tensor) -> Tensor:
 
 def pack_nibbles(codes: Tensor) -> Tensor:
     """[..., 2n] codes to [..., n] bytes, even indices in the low nibbles."""
-    pairs = codes.unflatten(-1, (-1, 2))
+    pairs = _split(codes, codes.shape[-1] // 2, 2)
     return pairs[..., 0] | (pairs[..., 1] << 4)
 
 
@@ -111,7 +105,9 @@ def quantise(record: str, latent: Tensor, rope: Tensor, *, latent_scale: float =
     does not take.
     """
     if latent.shape[-1] != LATENT or rope.shape[-1] != ROPE or latent.shape[:-1] != rope.shape[:-1]:
-        raise BindError(f"latent {list(latent.shape)} and rope {list(rope.shape)}, expected [..., {LATENT}] and [..., {ROPE}] with equal leading dimensions")
+        raise BindError(
+            f"latent {list(latent.shape)} and rope {list(rope.shape)}, expected [..., {LATENT}] and [..., {ROPE}] with equal leading dimensions"
+        )
     for name, tensor in (("latent", latent), ("rope", rope)):
         bad = ~torch.isfinite(tensor)
         if bool(bad.any()):
@@ -148,7 +144,7 @@ def quantise(record: str, latent: Tensor, rope: Tensor, *, latent_scale: float =
 
 
 def _write_e2m1(out: Tensor, table: SparseRecord, values: Tensor) -> None:
-    groups = values.unflatten(-1, (table.groups, table.group))
+    groups = _split(values, table.groups, table.group)
     codes = e4m3_encode(groups.abs().amax(dim=-1) / 6.0)
     decoded = e4m3_decode(codes).unsqueeze(-1)
     # A scale that rounds to 0 leaves nothing to divide by: its group is zeros, signs included.
@@ -158,7 +154,7 @@ def _write_e2m1(out: Tensor, table: SparseRecord, values: Tensor) -> None:
 
 
 def _write_e4m3(out: Tensor, table: SparseRecord, values: Tensor) -> None:
-    groups = values.unflatten(-1, (table.groups, table.group))
+    groups = _split(values, table.groups, table.group)
     scales = _amax(groups, E4M3_MAX)
     out[..., :LATENT] = e4m3_encode(groups / scales).flatten(-2)
     _put_f32(out, table.scales_at, scales.squeeze(-1))
@@ -228,13 +224,13 @@ def dequantise(record: str, data: Tensor, *, latent_scale: float = 1.0, kv_scale
 
 
 def _read_e2m1(data: Tensor, table: SparseRecord, dtype: torch.dtype) -> Tensor:
-    values = e2m1_decode(unpack_nibbles(data[..., : LATENT // 2]), dtype).unflatten(-1, (table.groups, table.group))
+    values = _split(e2m1_decode(unpack_nibbles(data[..., : LATENT // 2]), dtype), table.groups, table.group)
     scales = e4m3_decode(data[..., table.scales_at : table.scales_at + table.groups], dtype)
     return (values * scales.unsqueeze(-1)).flatten(-2)
 
 
 def _read_e4m3(data: Tensor, table: SparseRecord, dtype: torch.dtype) -> Tensor:
-    values = e4m3_decode(data[..., :LATENT], dtype).unflatten(-1, (table.groups, table.group))
+    values = _split(e4m3_decode(data[..., :LATENT], dtype), table.groups, table.group)
     return (values * _get_f32(data, table.scales_at, table.groups, dtype).unsqueeze(-1)).flatten(-2)
 
 
@@ -247,5 +243,3 @@ def _sparse(record: str) -> SparseRecord:
     if found is None:
         raise BindError(f"{record!r} is no cache record; there are {', '.join((*DENSE_RECORDS, *SPARSE_RECORDS))}")
     return found
-
-

@@ -16,6 +16,9 @@ SHARED_BYTES_LIMIT = 101_376
 SHARED_BYTES_OF_TWO = 50_176
 """The same where two blocks share an SM120 multiprocessor: each also takes 1,024 bytes that the driver reserves."""
 
+CHUNK = 32
+"""Selected tokens staged at once: twice the depth of an MMA step of PV."""
+
 SLICES = 8
 SLICE_LATENT = LATENT // SLICES
 SLICE_ROPE = ROPE // SLICES
@@ -43,23 +46,21 @@ TILE_ROWS = {"heads16": 16, "heads32": 32}
 class SparseTile:
     """One tile variant over one record.
 
-    row_tiles: 16-head groups that share each gathered chunk and its decoded fragments; warps: 4 or 8; chunk: selected tokens
-    staged at once, 16 or 32; pipelined: QK of the next chunk is issued with the softmax of this one; stages: chunks in the
-    ring; blocks: blocks that a multiprocessor is meant to hold, which bounds registers and shared memory.
+    row_tiles: 16-head groups that share each gathered chunk and its decoded fragments; warps: 4 or 8; stages: chunks in the ring;
+    blocks: blocks that a multiprocessor is meant to hold, which bounds registers and shared memory.
     """
 
     name: str
     record: SparseRecord
     row_tiles: int
     warps: int
-    chunk: int
-    pipelined: bool
     stages: int
     blocks: int
 
     def __post_init__(self) -> None:
         assert self.shared_bytes <= (SHARED_BYTES_OF_TWO if self.blocks == 2 else SHARED_BYTES_LIMIT)
-        assert self.pitch % 16 == 0 and self.pitch >= self.record.record_bytes
+        assert self.pitch % 16 == 0
+        assert self.pitch >= self.record.record_bytes
         assert self.chunk % (self.warps * COPY_TOKENS) == 0
 
     @property
@@ -68,7 +69,13 @@ class SparseTile:
         return 16 * self.row_tiles
 
     @property
+    def chunk(self) -> int:
+        """Selected tokens staged at once."""
+        return CHUNK
+
+    @property
     def threads(self) -> int:
+        """Threads of a block."""
         return 32 * self.warps
 
     @property
@@ -110,6 +117,7 @@ class SparseTile:
 
     @property
     def lanes_per_row(self) -> int:
+        """Lanes that hold one row's scores of a chunk."""
         return 32 // self.warp_rows
 
     # -------------------------------------------------------------- shared memory
@@ -132,6 +140,7 @@ class SparseTile:
 
     @property
     def stage_bytes(self) -> int:
+        """Bytes of one stage: records, their slots, the next indices."""
         return self.indices_offset + self.chunk * 4
 
     @property
@@ -146,14 +155,17 @@ class SparseTile:
 
     @property
     def exchange_offset(self) -> int:
+        """Offset of the score exchange; the ring comes first."""
         return self.stages * self.stage_bytes
 
     @property
     def probability_pitch(self) -> int:
+        """Bytes between rows of P: eight rows of 16 bytes fall into different banks."""
         return self.chunk * 2 + 16
 
     @property
     def probability_offset(self) -> int:
+        """Offset of P."""
         return self.exchange_offset + self.row_tiles * self.exchange_bytes
 
     @property
@@ -163,6 +175,7 @@ class SparseTile:
 
     @property
     def shared_bytes(self) -> int:
+        """All of it."""
         return self.statistics_offset + self.rows * 8
 
     # -------------------------------------------------------------- registers
@@ -184,5 +197,5 @@ def sparse_tile(tile: str, record: str) -> SparseTile:
     packed = found.latent == "e2m1"
     if tile == "heads16":
         # Two blocks hide each other's barriers and starts; 656-byte records leave room for one.
-        return SparseTile(tile, found, 1, 4, 32, False, 2 if packed else 3, 2 if packed else 1)
-    return SparseTile(tile, found, 2, 8, 32, True, 4 if packed else 2, 1)
+        return SparseTile(tile, found, row_tiles=1, warps=4, stages=2 if packed else 3, blocks=2 if packed else 1)
+    return SparseTile(tile, found, row_tiles=2, warps=8, stages=3 if packed else 2, blocks=1)

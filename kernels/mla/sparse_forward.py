@@ -52,6 +52,7 @@ class SparseForward:
         self.config, self.may_split, self.identity = config, may_split, identity
 
     def barrier(self):
+        """Barrier of the whole block."""
         ptx.barrier(_BARRIER, self.config.threads)
 
     @cute.jit
@@ -100,74 +101,6 @@ class SparseForward:
             decoder.accumulate(sums, weights, values)
             stage = self.after(stage, last, exchange.shared)
 
-    @cute.jit
-    def attend_pipelined(self, parts: cutlass.Constexpr, query: cutlass.Constexpr, sums: cute.Tensor, begin: Int32, end: Int32, lane: Int32):
-        """The same with QK of the next chunk issued in the softmax of this one."""
-        config = self.config
-        decoder, exchange, source, softmax = parts
-        probabilities = exchange.probability_row(lane)
-        kept = cute.make_rmem_tensor((config.row_tiles * config.scores,), Float32)
-        values = cute.make_rmem_tensor((config.token_tiles * config.warp_pairs,), Int32)
-        slots = cute.make_rmem_tensor((config.scores,), Int32)
-        scales = cute.make_rmem_tensor((config.scores,), Float32)
-        ahead = (begin + config.stages) * config.chunk
-        stage = exchange.shared
-        last = exchange.shared + (config.stages - 1) * config.stage_bytes
-        scaled = config.record.token_scale_at is not None
-        if begin < end:
-            partial, chunk = decoder.scores(query, stage)
-            self.keep(slots, exchange.slots(stage))
-            if cutlass.const_expr(scaled):
-                self.keep(scales, decoder.token_scales(stage, exchange.tokens))
-            exchange.send(partial)
-            self.keep(values, [word for tile in decoder.transpose(chunk) for word in tile])
-            ptx_narrow.wait_copies_but(config.stages - 2)
-            self.barrier()
-            source.fill(stage, ahead, source.entries(stage))
-            ahead = ahead + config.chunk
-            for _ in cutlass.range(begin + 1, end, unroll=1):
-                stage = self.after(stage, last, exchange.shared)
-                received = exchange.receive()
-                entries = source.entries(stage)
-                partial, chunk = decoder.scores(query, stage)
-                present, weight = self.list_of(slots), self.scales_of(scales)
-                scores = softmax.scores(received, present, weight)
-                flag = softmax.soften(scores, kept)
-                self.keep(slots, exchange.slots(stage))
-                if cutlass.const_expr(scaled):
-                    self.keep(scales, decoder.token_scales(stage, exchange.tokens))
-                self.settle(softmax, sums, scores, kept, flag, lane)
-                softmax.add(kept, present, weight)
-                weights = decoder.load_probabilities(probabilities)
-                exchange.send(partial)
-                decoder.accumulate(sums, weights, self.tiles_of(values))
-                self.keep(values, [word for tile in decoder.transpose(chunk) for word in tile])
-                source.fill(stage, ahead, entries)
-                ahead = ahead + config.chunk
-                ptx_narrow.wait_copies_but(config.stages - 1)
-                self.barrier()
-            present, weight = self.list_of(slots), self.scales_of(scales)
-            scores = softmax.scores(exchange.receive(), present, weight)
-            flag = softmax.soften(scores, kept)
-            self.settle(softmax, sums, scores, kept, flag, lane)
-            softmax.add(kept, present, weight)
-            decoder.accumulate(sums, decoder.load_probabilities(probabilities), self.tiles_of(values))
-
-    def keep(self, registers, values):
-        """Writes a list into a register array, which survives a trip round a loop."""
-        for i, value in enumerate(values):
-            registers[i] = value
-
-    def list_of(self, registers):
-        return [registers[i] for i in range(cute.size(registers))]
-
-    def scales_of(self, registers):
-        return self.list_of(registers) if self.config.record.token_scale_at is not None else None
-
-    def tiles_of(self, values):
-        pairs = self.config.warp_pairs
-        return [[values[token * pairs + i] for i in range(pairs)] for token in range(self.config.token_tiles)]
-
     def after(self, stage, last, first):
         """The stage behind `stage` in the ring."""
         return ptx_narrow.where_equal(stage, last, first, stage + self.config.stage_bytes)
@@ -194,10 +127,14 @@ class SparseForward:
         heads: Int32,
         top_k: Int32,
         splits: Int32,
+        slot_step: Int32,
         scale: Float32,
         threshold: Float32,
         latent_scale: Float32,
     ):
+        """Grid (head tiles, query rows, splits); strides in bytes; `scale` from raw scores to log2 units, `threshold` RESCALE_BITS in raw units."""
+        # latent_scale is last, on a 16-byte boundary: no vector load of its neighbours can touch its word, which is how the
+        # audit tells a variant that reads it from one that does not. The registry has its ordinal.
         config = self.config
         thread, _, _ = cute.arch.thread_idx()
         tile, row, split = cute.arch.block_idx()
@@ -249,11 +186,7 @@ class SparseForward:
         softmax = Softmax(exchange, decoder, scale, threshold, peaks, shifts, totals)
         ptx_narrow.wait_copies_but(config.stages - 1)
         self.barrier()
-        parts = (decoder, exchange, source, softmax)
-        if cutlass.const_expr(config.pipelined):
-            self.attend_pipelined(parts, query, sums, begin, end, lane)
-        else:
-            self.attend(parts, query, sums, begin, end, lane)
+        self.attend((decoder, exchange, source, softmax), query, sums, begin, end, lane)
 
         # ---------------------------------------------------------------- epilogue
         self.barrier()
@@ -261,7 +194,6 @@ class SparseForward:
             exchange.store_statistic(i, peaks[i] * scale, 0)
             exchange.store_statistic(i, exchange.reduce_row(totals[i], lambda a, b: a + b), 1)
         row_base = row * heads + first
-        slot_step = cute.arch.grid_dim()[1] * heads
         target = Target(
             output + Int64(row) * output_row_stride + Int64(first) * output_head_stride,
             output_head_stride,
@@ -272,10 +204,9 @@ class SparseForward:
             row_base,
             split * slot_step + row_base,
         )
-        if cutlass.const_expr(self.may_split):
-            if split == 0:
-                if thread < rows:
-                    ptx.store_b32(directory + Int64(row_base + thread) * 16, [row_base + thread, slot_step, row_splits, Int32(0)])
+        if cutlass.const_expr(self.may_split):  # noqa: SIM102  one is decided when traced, the other on the device
+            if (splits > 1) & (split == 0) & (thread < rows):
+                ptx.store_b32(directory + Int64(row_base + thread) * 16, [row_base + thread, slot_step, row_splits, Int32(0)])
         self.barrier()
         self.finish(target, decoder, sums, exchange.statistics, warp, lane, thread, row_splits)
 
@@ -322,12 +253,13 @@ class SparseForward:
             if total <= Float32(0.0):
                 value = Float32(-math.inf)
             address = target.lse + Int64(target.row_base + thread) * 4
-            if cutlass.const_expr(self.may_split):
+            if cutlass.const_expr(self.may_split):  # noqa: SIM102
                 if row_splits > 1:
                     address = target.partial_lse + Int64(target.slot_base + thread) * 4
             ptx.store_f32(address, value)
 
     def store_output(self, target, row, column, values):
+        """A lane's 16 consecutive output elements as bf16."""
         address = target.output + Int64(row) * target.head_stride + Int64(column) * 2
         words = [ptx.pack_bf16(values[2 * i], values[2 * i + 1]) for i in range(LANE_PAIRS)]
         ptx.store_b32(address, words[:4])
@@ -350,6 +282,7 @@ class SparseForward:
         latent_scale: Float32,
         stream,
     ):
+        """Launches on `stream`; shapes as in `sparse.SparseTensors`, `splits` at most as the scratch allows."""
         config = self.config
         unit = decoder_unit(config)
         scale = sm_scale * Float32(LOG2E * unit)
@@ -374,6 +307,7 @@ class SparseForward:
             Int32(heads),
             Int32(indices.shape[1]),
             splits,
+            Int32(q.shape[0] * heads),
             scale,
             Float32(RESCALE_BITS) / scale,
             latent_scale,

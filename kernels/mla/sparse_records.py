@@ -44,7 +44,6 @@ class SparseRecord:
         return LATENT // self.group
 
 
-
 SPARSE_RECORDS = {
     record.name: record
     for record in (

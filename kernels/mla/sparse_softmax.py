@@ -50,15 +50,12 @@ class SparseExchange:
             row, token, in_half = lane // 4 % rows, lane // (4 * rows) * 16 + t * 2, t
         else:
             row, token, in_half = lane // 8 % rows, lane // (8 * rows) * 16 + lane % 2 * 8 + lane // 2 % 4 * 2, lane % 8
-        half = lane // (32 * 16 // config.chunk)
-        return cls(config, shared, send, receive, warp * rows + row, token, in_half + half)
+        return cls(config, shared, send, receive, warp * rows + row, token, in_half + lane // 16)
 
     @property
     def row_masks(self):
         """Lane bits that differ between the lanes of one row."""
-        config = self.config
-        inside = (1, 2) if config.scores == 4 else (1, 2, 4)
-        return inside if config.chunk == 16 else (*inside, 16)
+        return (1, 2, 16) if self.config.scores == 4 else (1, 2, 4, 16)
 
     @property
     def tokens(self):
@@ -67,6 +64,7 @@ class SparseExchange:
 
     @property
     def statistics(self):
+        """Address of the rows' statistics."""
         return self.shared + self.config.statistics_offset
 
     def probability_row(self, lane):
@@ -94,7 +92,10 @@ class SparseExchange:
         """This thread's partial scores of every row tile, [row tile][warp][score]; `total` adds them up."""
         config = self.config
         return [
-            [ptx.load_shared_f32(self.receive_at, config.scores, tile * config.exchange_bytes + warp * config.slice_bytes) for warp in range(config.warps)]
+            [
+                ptx.load_shared_f32(self.receive_at, config.scores, tile * config.exchange_bytes + warp * config.slice_bytes)
+                for warp in range(config.warps)
+            ]
             for tile in range(config.row_tiles)
         ]
 
