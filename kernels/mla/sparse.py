@@ -101,10 +101,10 @@ class SparseBinding:
         _check_slots(tensors)
 
     def _load(self) -> runtime.Launch:
-        may_compile = not torch.cuda.is_current_stream_capturing()
-        arch = self.plan.caps.arch
         # The variant was chosen from the scale; whatever changed since must not reach the other one.
         self.scale.require(self.spec)
+        may_compile = not torch.cuda.is_current_stream_capturing()
+        arch = self.plan.caps.arch
         if self.plan.merge is not None:
             self._merge = runtime.launch(self.plan.merge, arch, may_compile=may_compile)
         self._forward = runtime.launch(self.spec, arch, may_compile=may_compile)

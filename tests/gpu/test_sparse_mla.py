@@ -127,7 +127,7 @@ def test_stale_identity_code_is_refused_by_the_gate(arch, multiprocessors, recor
     verdict = gate.judge(*forced(case, scale, 1), *reference, TOLERANCE)
     assert not verdict.passed
     assert any(text.startswith("norm") for text in verdict.failures), verdict
-    assert verdict.norm == pytest.approx(1 / scale - 1, rel=0.1)
+    assert verdict.norm == pytest.approx(1 / scale - 1, rel=0.3)
 
 
 @pytest.mark.parametrize(("first", "then"), [(1.0, 0.37), (0.37, 1.0)])
