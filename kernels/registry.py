@@ -188,7 +188,7 @@ SPARSE_DECODE = Kernel(
     ),
     sources=_SPARSE_SOURCES,
     builder="mlactl.kernels.mla.sparse_forward:build",
-    built={"tile": ("heads16",), "output": ("split",)},
+    built={"output": ("split",)},
     exclusions=_SPARSE_EXCLUSIONS,
 )
 

@@ -104,7 +104,7 @@ def _check(caps: SparseCaps) -> None:
 def plan(caps: SparseCaps) -> SparsePlan:
     """Decides tile, splits and scratch on the host; touches no device and allocates nothing. Raises PlanError."""
     _check(caps)
-    tile = sparse_policy.tile_for(caps.mode, caps.heads)
+    tile = sparse_policy.tile_for(caps.mode, caps.heads, caps.max_rows, caps.multiprocessors)
     splits = sparse_policy.splits_for(caps.mode, tile, caps.record, caps.max_rows, caps.heads, caps.top_k, caps.multiprocessors)
     rows = caps.max_rows * caps.heads
     slots = splits * rows if splits > 1 else 0

@@ -22,15 +22,33 @@ MODES = ("decode", "verify", "prefill")
 _MIN_SPLIT_CHUNKS = 3
 """Chunks under which a split costs more in the merge than it saves."""
 
+_FEW_ROWS_SPLITS = 4
+"""Splits of 16-head tiles from which they beat 32-head ones."""
 
-def tile_for(mode: str, heads: int) -> str:
-    """Tile variant. Decode takes 16 heads a block, for the most blocks; prefill shares each gathered chunk among 32."""
-    return "heads32" if mode == "prefill" and heads > TILE_ROWS["heads16"] else "heads16"
+
+def tiles_for(mode: str, heads: int) -> tuple[str, ...]:
+    """Tile variants that launches of a mode choose from: up to 16 heads there is one."""
+    if heads <= TILE_ROWS["heads16"]:
+        return ("heads16",)
+    return ("heads32",) if mode == "prefill" else ("heads16", "heads32")
+
+
+def tile_for(mode: str, heads: int, rows: int, multiprocessors: int) -> str:
+    """Tile variant. 32 heads share each gathered chunk and what is decoded of it; 16 a block, for the most blocks, are better
+    while a row can be split four ways or more."""
+    choice = tiles_for(mode, heads)
+    few = splits_of("heads16", rows, heads, 2 * multiprocessors) >= _FEW_ROWS_SPLITS
+    return choice[0] if few else choice[-1]
 
 
 def tiles_of(tile: str, heads: int) -> int:
     """Head tiles of one query row."""
     return -(-heads // TILE_ROWS[tile])
+
+
+def splits_of(tile: str, rows: int, heads: int, places: int) -> int:
+    """Splits of each row that `places` blocks at once have room for."""
+    return places // (rows * tiles_of(tile, heads))
 
 
 def splits_for(mode: str, tile: str, record: str, rows: int, heads: int, top_k: int, multiprocessors: int) -> int:
@@ -39,7 +57,7 @@ def splits_for(mode: str, tile: str, record: str, rows: int, heads: int, top_k: 
         return 1
     places = multiprocessors * sparse_tile(tile, record).blocks
     longest = -(-top_k // CHUNK) // _MIN_SPLIT_CHUNKS
-    return max(1, min(places // (rows * tiles_of(tile, heads)), longest))
+    return max(1, min(splits_of(tile, rows, heads, places), longest))
 
 
 def merge_groups(splits: int) -> int:
@@ -62,8 +80,9 @@ def forward_spec(mode: str, tile: str, q_dtype: str, record: str, identity: int)
 def sparse_specs(envelope: SparseEnvelope) -> list[CompileSpec]:
     """Every spec that the envelope's modes can launch: forwards of each variant, and the merges."""
     specs = [
-        forward_spec(mode, tile_for(mode, envelope.heads), envelope.q_dtype, envelope.record, identity)
+        forward_spec(mode, tile, envelope.q_dtype, envelope.record, identity)
         for mode in envelope.modes
+        for tile in tiles_for(mode, envelope.heads)
         for identity in envelope.identities
     ]
     if any(mode != "prefill" for mode in envelope.modes):

@@ -23,7 +23,7 @@ ORDINAL = next(scalar.ordinal for scalar in registry.SPARSE_DECODE.scalars if sc
 
 
 def spec_of(mode, record, scale):
-    return sparse_policy.forward_spec(mode, sparse_policy.tile_for(mode, 64), "bf16", record, resolve(record, scale).identity)
+    return sparse_policy.forward_spec(mode, sparse_policy.tiles_for(mode, 64)[0], "bf16", record, resolve(record, scale).identity)
 
 
 @pytest.fixture(scope="module")

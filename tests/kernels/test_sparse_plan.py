@@ -24,7 +24,8 @@ def test_the_glm_profile_is_at_most_12_objects_with_both_variants_of_everything(
     forwards = [spec for spec in specs if spec.kernel_id.startswith("attention.mla.sm120.")]
     assert {(spec.kernel_id, spec.version) for spec in forwards} == {("attention.mla.sm120.decode", 18), ("attention.mla.sm120.prefill_mg", 4)}
     for kernel_id in {spec.kernel_id for spec in forwards}:
-        assert sorted(spec.fact("latent_scale_identity") for spec in forwards if spec.kernel_id == kernel_id) == [0, 1]
+        for tile in {spec.fact("tile") for spec in forwards if spec.kernel_id == kernel_id}:
+            assert sorted(s.fact("latent_scale_identity") for s in forwards if s.kernel_id == kernel_id and s.fact("tile") == tile) == [0, 1]
 
 
 @pytest.mark.parametrize(("record", "each"), [("nvfp4_ds_mla_432", 2), ("nvfp4_ds_mla_368", 2), ("nvfp4_ds_mla_368_per_token", 1), ("fp8_ds_mla", 1)])
@@ -63,6 +64,14 @@ def test_splits_fill_one_wave_and_are_not_too_short(rows, heads, top_k, multipro
     assert built.splits == splits
     assert (built.merge is None) is (splits == 1)
     assert built.scratch_bytes == (0 if splits == 1 else splits * rows * heads * (512 * 4 + 4) + rows * heads * 16)
+
+
+@pytest.mark.parametrize(
+    ("rows", "heads", "tile"),
+    [(1, 64, "heads16"), (16, 64, "heads16"), (32, 64, "heads32"), (512, 64, "heads32"), (512, 16, "heads16"), (40, 22, "heads32")],
+)
+def test_decode_shares_chunks_between_head_groups_once_rows_are_many(rows, heads, tile):
+    assert plan(replace(CAPS, max_rows=rows, heads=heads, multiprocessors=132)).tile == tile
 
 
 def test_prefill_shares_chunks_between_head_groups_and_never_splits():
