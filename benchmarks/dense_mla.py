@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -176,6 +177,7 @@ def record(arms: list[Arm], copy_bytes_s: float, tflops: float, host: list[float
             }
         )
     versions = {"torch": torch.__version__, "python": platform.python_version()}
+    versions |= {name: version for name in ("apache-tvm-ffi", "nvidia-cutlass-dsl") if (version := installed(name)) is not None}
     return {
         "schema_version": 1,
         "command": " ".join(["python", *sys.argv]),
@@ -191,6 +193,13 @@ def record(arms: list[Arm], copy_bytes_s: float, tflops: float, host: list[float
         "host_run_us": {"median": statistics.median(host), "samples": host, "direction": "lower is better"},
         "shapes": rows,
     }
+
+
+def installed(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def driver_version() -> str:

@@ -38,10 +38,14 @@ lose to `compile_options`, CUTE_DSL_LIBS is held to the key's flavour.
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """What a kernel's builder returns: the jit-able entry and its fake arguments, the stream last."""
+    """What a kernel's builder returns: the jit-able entry and its fake arguments, the stream last.
+
+    `dynamic_smem_bytes` is the shared memory that the launch asks for, a number that no ELF holds; None when not said.
+    """
 
     entry: Callable[..., Any]
     arguments: tuple[Any, ...]
+    dynamic_smem_bytes: int | None = None
 
 
 def compile_options(arch: str) -> tuple[str, ...]:
@@ -75,8 +79,10 @@ def refuse_code_variables() -> None:
         )
 
 
-def compile_object(spec: CompileSpec, arch: str, symbol: str, flavour: str, out: Path) -> None:
+def compile_object(spec: CompileSpec, arch: str, symbol: str, flavour: str, out: Path) -> int | None:
     """Compiles `spec` for `arch` and writes the relocatable object to `out`, its function exported as `symbol`.
+
+    Returns the dynamic shared memory of its launch in bytes, when the kernel says it.
 
     `flavour` is what the cache key was computed with; a compiler of the other flavour gives different machine code, so
     that mismatch raises EnvironmentUnfit, as do variables that change the code. Raises NotBuiltYet for a declared kernel
@@ -104,3 +110,4 @@ def compile_object(spec: CompileSpec, arch: str, symbol: str, flavour: str, out:
         raise CompileFailed(f"{spec.label()} for {arch}: {type(error).__name__}: {error}") from error
     if not out.is_file() or out.stat().st_size == 0:
         raise CompileFailed(f"{spec.label()} for {arch}: the export reported success and wrote nothing to {out.name}")
+    return traced.dynamic_smem_bytes

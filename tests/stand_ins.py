@@ -19,7 +19,7 @@ import pytest
 from mlactl.cache import locks
 from mlactl.cache.key import inputs_for, symbol_for
 from mlactl.cache.manifest import dump
-from mlactl.cache.publish import LINK_FLAGS, find_linker, prepare, publish_object
+from mlactl.cache.publish import LINK_FLAGS, Build, find_linker, prepare, publish_object
 from mlactl.cache.store import Entry, Store
 from mlactl.cache.toolchain import Toolchain, current
 from mlactl.kernels.spec import CompileSpec
@@ -71,8 +71,10 @@ def publish(
     assert layer is not None
     mode = prepare(layer, inputs.key())
     with locks.entry_lock(layer, inputs.key(), exclusive=True, wait_s=10.0):
-        code = hashlib.sha256(exported).hexdigest()
-        entry = publish_object(layer, inputs, link(exported), code_sha256=code, linker="GNU ld 2.44", compile_s=0.5, created=created, mode=mode)
+        build = Build(hashlib.sha256(exported).hexdigest(), linker="GNU ld 2.44", compile_s=0.5)
+        if created is not None:
+            build = replace(build, created=created)
+        entry = publish_object(layer, inputs, link(exported), build, mode=mode)
     if last_used is not None:
         os.utime(entry.manifest_path, (last_used, last_used))
     return store.entry(entry.key)

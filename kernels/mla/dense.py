@@ -32,7 +32,8 @@ class DenseTensors:
     cache_seqlens: [requests] int32; the cache already holds the new rows; 0 marks a padding request.
     output: [total_q, H, 512] bf16, last dim contiguous. lse: [total_q, H] fp32 contiguous, natural logarithm.
     scratch: [plan.scratch_bytes] uint8, contents irrelevant; None when the plan needs none.
-    cu_seqlens_q: [requests + 1] int32, needed for extend; optional for verify, where a request may have fewer rows.
+    cu_seqlens_q: [requests + 1] int32, needed for extend; optional for verify, where a request may have fewer rows. Rows
+    of q past the last boundary are padding: output 0, LSE -inf.
     host_cache_seqlens, host_cu_seqlens_q: the same numbers on the host, checked by `bind` where given; without them
     `validate` reads the device's.
     """
@@ -127,15 +128,14 @@ def bind(plan: DensePlan, tensors: DenseTensors) -> DenseBinding:
         plan.blocks,
         tensors.sm_scale,
     )
-    covered = rows * tensors.cache_seqlens.shape[0]
-    merge = (tensors.output, tensors.lse, partial, partial_lse, directory, boundaries, covered)
+    merge = (tensors.output, tensors.lse, partial, partial_lse, directory)
     return DenseBinding(plan, tensors, forward, merge)
 
 
 def _scratch_views(plan: DensePlan, tensors: DenseTensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(partials, their LSE, directory); of no rows when the plan never splits, over memory that is bound anyway."""
     if tensors.scratch is None or not plan.budget:
-        empty = tensors.lse.view(-1)[:0]
+        empty = tensors.q.as_strided((0,), (1,)).view(torch.float32)
         return empty.view(0, plan.latent), empty, empty.view(torch.int32).view(0, 4)
     scratch = tensors.scratch
     partial = scratch[: plan.partial_bytes].view(torch.float32).view(plan.slots, plan.latent)
@@ -158,6 +158,8 @@ def check(plan: DensePlan, tensors: DenseTensors) -> None:
     if not (math.isfinite(tensors.sm_scale) and tensors.sm_scale > 0):
         raise BindError(f"sm_scale must be finite and above 0, got {tensors.sm_scale}")
     requests = tensors.cache_seqlens.shape[0]
+    if not tensors.q.shape[0]:
+        raise BindError("q has 0 rows, expected at least 1")
     if tensors.cu_seqlens_q is None and tensors.q.shape[0] != requests * caps.rows:
         raise BindError(f"q has {tensors.q.shape[0]} rows, {requests} requests of {caps.rows} rows need {requests * caps.rows}")
     if tensors.q.shape[0] > plan.query_rows:

@@ -206,7 +206,7 @@ def write_directory(directory: Int64, to: cutlass.Constexpr[Destination], thread
 
 
 @cute.jit
-def clear_request(
+def clear_rows(
     output: Int64,
     token_stride: Int64,
     head_stride: Int64,
@@ -218,7 +218,7 @@ def clear_request(
     row_bytes: cutlass.Constexpr[int],
     lane: Int32,
 ):
-    """One warp writes a request that sees nothing: output 0, LSE -inf and, unless `directory` is 0, entries of no splits."""
+    """One warp writes rows that see nothing: output 0, LSE -inf and, unless `directory` is 0, entries of no splits."""
     for row in cutlass.range(packed_rows, unroll=1):
         token = ptx.divide(row, heads)
         address = output + Int64(first_query + token) * token_stride + Int64(row - token * heads) * head_stride + Int64(lane) * 16

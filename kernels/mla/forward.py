@@ -169,25 +169,39 @@ class ForwardKernel:
 
     @cute.jit
     def clear_empty(
-        self, batch: cutlass.Constexpr[Batch], output: cute.Tensor, lse: cute.Tensor, directory: cute.Tensor, block: Int32, budget: Int32, lane: Int32
+        self,
+        batch: cutlass.Constexpr[Batch],
+        rows_given: Int32,
+        output: cute.Tensor,
+        lse: cute.Tensor,
+        directory: cute.Tensor,
+        block: Int32,
+        budget: Int32,
+        lane: Int32,
     ):
-        """Empty requests have no unit: blocks share them out, from the last block down, since the last ones are idle first."""
+        """Empty requests, and the rows past the last request's, have no unit: blocks share them out, from the last block
+        down, since the last ones are idle first."""
         blocks, _, _ = cute.arch.grid_dim()
-        for request in cutlass.range(blocks - 1 - block, batch.requests, blocks, unroll=1):
-            if batch.length(request) == 0:
+        for request in cutlass.range(blocks - 1 - block, batch.requests + 1, blocks, unroll=1):
+            length = Int32(0)
+            end = rows_given
+            if request < batch.requests:
+                length = batch.length(request)
+                end = self.schedule.first_row(batch, request + 1)
+            if length == 0:
                 first_query = self.schedule.first_row(batch, request)
                 entries = Int64(0)
                 if cutlass.const_expr(self.may_split):  # noqa: SIM102  this one is decided at trace time
                     if budget > 0:
                         entries = directory.iterator.toint()
-                epilogue.clear_request(
+                epilogue.clear_rows(
                     output.iterator.toint(),
                     Int64(output.stride[0]) * 2,
                     Int64(output.stride[1]) * 2,
                     lse.iterator.toint(),
                     entries,
                     first_query,
-                    (self.schedule.first_row(batch, request + 1) - first_query) * batch.heads,
+                    (end - first_query) * batch.heads,
                     batch.heads,
                     self.config.record.latent * 2,
                     lane,
@@ -226,7 +240,7 @@ class ForwardKernel:
             entries = Int64(table.shape[0] - 1) * Int64(table.stride[0]) + Int64(table.shape[1])
             prefetch_tables(table.iterator.toint(), entries, block, blocks, lane)
         if warp == BLOCK_THREADS // 32 - 1:
-            self.clear_empty(batch, output, lse, directory, block, budget, lane)
+            self.clear_empty(batch, q.shape[0], output, lse, directory, block, budget, lane)
         request, first_block, tiles, splits = self.schedule.locate(batch, budget, block, lane)
         ptx.exit_if(request < 0)
         local = block - first_block
@@ -415,4 +429,4 @@ def build(facts: dict[str, bool | int | str]) -> Traced:
         *(Int32(1), Int32(1), Int32(1), Float32(1.0)),
         make_fake_stream(use_tvm_ffi_env_stream=True),
     )
-    return Traced(ForwardKernel(config, may_split=facts["output"] == "split"), arguments)
+    return Traced(ForwardKernel(config, may_split=facts["output"] == "split"), arguments, config.shared_bytes)

@@ -1,7 +1,7 @@
 """LSE-weighted merge of split partials. Traced code.
 
 The forward kernel leaves a directory entry a packed row: first slot, slots from split to split, number of splits. Rows with
-one split were written by the forward kernel itself and are left alone; rows past the last request's get zeros.
+one split, or none, were written by the forward kernel itself and are left alone.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from mlactl.kernels.mla import ptx
 from mlactl.kernels.mla.arguments import fake_tensor
 
 THREADS = 256
+SHARED_BYTES = THREADS * 24
 LOG2E = 1.0 / math.log(2.0)
 LN2 = math.log(2.0)
 _IN_FLIGHT = 8
@@ -40,8 +41,6 @@ class MergeKernel:
         partial: cute.Tensor,
         partial_lse: cute.Tensor,
         directory: cute.Tensor,
-        boundaries: cute.Tensor,
-        covered_rows: Int32,
     ):
         """Device code: output [rows, H, latent] and lse [rows, H] of every row that has more than one split."""
         thread, _, _ = cute.arch.thread_idx()
@@ -55,29 +54,22 @@ class MergeKernel:
         target = output.iterator.toint() + Int64(token) * Int64(output.stride[0]) * 2 + Int64(row - token * heads) * Int64(output.stride[1]) * 2
         target = target + Int64(column) * 2
         lse_target = lse.iterator.toint() + Int64(row) * 4
-        if covered_rows == 0:
-            covered_rows = ptx.load_i32(boundaries.iterator.toint() + Int64(boundaries.shape[0] - 1) * 4)
-        shared = cutlass.utils.SmemAllocator().allocate(THREADS * 24, 16).toint()
+        shared = cutlass.utils.SmemAllocator().allocate(SHARED_BYTES, 16).toint()
         ptx.wait_for_prerequisites()
         if row < output.shape[0] * heads:
-            if token < covered_rows:
-                first, step, splits, _ = ptx.load_i32x4(directory.iterator.toint() + Int64(row) * 16)
-                if splits > 1:
-                    sums = self.reduce(partial.iterator.toint(), partial_lse.iterator.toint(), first, step, splits, column, group)
-                    self.combine(sums, shared, thread, group)
-                    if group == 0:
-                        inverse = ptx.reciprocal_or_zero(sums[4])
-                        halves = [ptx.pack_bf16(sums[i] * inverse, sums[i + 1] * inverse) for i in (0, 2)]
-                        ptx.store_b32(target, halves)
-                        if column == 0:
-                            value = Float32(-math.inf)
-                            if sums[4] > Float32(0.0):
-                                value = sums[5] + ptx.log2(sums[4]) * Float32(LN2)
-                            ptx.store_f32(lse_target, value)
-            elif group == 0:
-                ptx.store_b32(target, [Int32(0), Int32(0)])
-                if column == 0:
-                    ptx.store_f32(lse_target, Float32(-math.inf))
+            first, step, splits, _ = ptx.load_i32x4(directory.iterator.toint() + Int64(row) * 16)
+            if splits > 1:
+                sums = self.reduce(partial.iterator.toint(), partial_lse.iterator.toint(), first, step, splits, column, group)
+                self.combine(sums, shared, thread, group)
+                if group == 0:
+                    inverse = ptx.reciprocal_or_zero(sums[4])
+                    halves = [ptx.pack_bf16(sums[i] * inverse, sums[i + 1] * inverse) for i in (0, 2)]
+                    ptx.store_b32(target, halves)
+                    if column == 0:
+                        value = Float32(-math.inf)
+                        if sums[4] > Float32(0.0):
+                            value = sums[5] + ptx.log2(sums[4]) * Float32(LN2)
+                        ptx.store_f32(lse_target, value)
 
     @cute.jit
     def reduce(self, partial: Int64, partial_lse: Int64, first: Int32, step: Int32, splits: Int32, column: Int32, group: Int32):
@@ -128,13 +120,11 @@ class MergeKernel:
         partial: cute.Tensor,
         partial_lse: cute.Tensor,
         directory: cute.Tensor,
-        cu_seqlens_q: cute.Tensor,
-        covered_rows: Int32,
         stream,
     ):
-        """Host code: launches over the rows of `output`; `covered_rows` query rows belong to requests, 0: as many as `cu_seqlens_q` ends with."""
+        """Host code: launches over the rows of `output`."""
         quads = output.shape[0] * output.shape[1] * self.quads
-        self.kernel(output, lse, partial, partial_lse, directory, cu_seqlens_q, covered_rows).launch(
+        self.kernel(output, lse, partial, partial_lse, directory).launch(
             grid=[(quads + self.columns - 1) // self.columns, 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=True
         )
 
@@ -148,8 +138,6 @@ def build(facts: dict[str, bool | int | str]) -> Traced:
         fake_tensor(Float32, (None, latent)),
         fake_tensor(Float32, (None,)),
         fake_tensor(Int32, (None, 4)),
-        fake_tensor(Int32, (None,), align=4),
-        Int32(1),
         make_fake_stream(use_tvm_ffi_env_stream=True),
     )
-    return Traced(MergeKernel(int(facts["groups"]), latent), arguments)
+    return Traced(MergeKernel(int(facts["groups"]), latent), arguments, SHARED_BYTES)

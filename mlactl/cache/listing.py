@@ -5,13 +5,17 @@
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
+from functools import lru_cache
 
+from mlactl.cache.roots import Layer
 from mlactl.cache.store import Entry, Store
+from mlactl.kernels.spec import FactValue
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +31,16 @@ class Filters:
     statuses: tuple[str, ...] = ()
 
 
-def collect(store: Store) -> list[Entry]:
-    """Every entry of every layer, and what is left of unfinished ones."""
-    return list(store.entries())
+def collect(store: Store, *, layers: Iterable[Layer] | None = None, on_problem: Callable[[str], None] | None = None) -> list[Entry]:
+    """Every entry of these layers, or of all, and what is left of unfinished ones; raises CannotRun when a root cannot be read."""
+    # Nothing made here is garbage until the listing is done, and the collector would walk all of it again and again.
+    running = gc.isenabled()
+    gc.disable()
+    try:
+        return list(store.entries(layers, on_problem=on_problem))
+    finally:
+        if running:
+            gc.enable()
 
 
 def select(entries: Iterable[Entry], filters: Filters) -> list[Entry]:
@@ -64,7 +75,13 @@ def order_key(entry: Entry) -> tuple[bool, str, int, str, str, str]:
     if manifest is None:
         return True, "", 0, "", "", entry.key
     spec = manifest.spec
-    return False, spec.kernel_id, -spec.version, manifest.arch, repr(spec.facts), entry.key
+    return False, spec.kernel_id, -spec.version, manifest.arch, _facts_key(spec.facts), entry.key
+
+
+@lru_cache(maxsize=1024)
+def _facts_key(facts: tuple[tuple[str, FactValue], ...]) -> str:
+    """Facts as text, since values of one name may be of several types; a root has few combinations of them."""
+    return repr(facts)
 
 
 def kernels_present(entries: Iterable[Entry]) -> tuple[str, ...]:
@@ -76,13 +93,17 @@ def kernels_present(entries: Iterable[Entry]) -> tuple[str, ...]:
 def as_json(entry: Entry) -> dict[str, object]:
     """One row of `cache ls --json`; fields that cannot be known are null."""
     manifest = entry.manifest
+    if manifest is None:
+        spec = arch = created = None
+    else:
+        spec, arch, created = manifest.spec.as_json(), manifest.arch, manifest.created
     return {
         "key": entry.key,
-        "spec": manifest.spec.as_json() if manifest is not None else None,
+        "spec": spec,
         "status": entry.status,
-        "arch": manifest.arch if manifest is not None else None,
+        "arch": arch,
         "object_bytes": entry.object_bytes,
-        "created": manifest.created if manifest is not None else None,
+        "created": created,
         "last_used": iso_time(entry.last_used),
     }
 

@@ -113,9 +113,20 @@ class _Wire(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
     schema_version: int
     signature: str
     sources_digest: str
-    spec: _WireSpec
+    spec: msgspec.Raw
     symbol: str
-    toolchain: _WireToolchain
+    toolchain: msgspec.Raw
+
+
+class _WireInputs(msgspec.Struct, frozen=True, gc=False):
+    # `KeyInputs.as_json`, alphabetical.
+    arch: str
+    format: int
+    host_arch: str
+    options: tuple[str, ...]
+    sources_digest: str
+    spec: msgspec.Raw
+    toolchain: msgspec.Raw
 
 
 class _SchemaOnly(msgspec.Struct):
@@ -123,46 +134,43 @@ class _SchemaOnly(msgspec.Struct):
 
 
 _decoder = msgspec.json.Decoder(_Wire)
+_spec_decoder = msgspec.json.Decoder(_WireSpec)
+_toolchain_decoder = msgspec.json.Decoder(_WireToolchain)
 _schema_decoder = msgspec.json.Decoder(_SchemaOnly)
 _encoder = msgspec.json.Encoder(order="sorted")
 _THREE_DIGESTS = re.compile(r"[0-9a-f]{64}( [0-9a-f]{64}){2}")
-_toolchains: dict[tuple[str, ...], Toolchain] = {}
+_MEMO_LIMIT = 4096
+"""Distinct specs or toolchains remembered; a root has tens of them, and a hostile one must not fill memory."""
+_specs: dict[bytes, CompileSpec] = {}
+_toolchains: dict[bytes, Toolchain] = {}
 
 
 def parse(data: bytes) -> Manifest:
     """The manifest spelled by `data`; raises BadManifest for everything else, whatever the bytes."""
     try:
         wire = _decoder.decode(data)
+        spec, toolchain = _spec(wire.spec), _toolchain(wire.toolchain)
         canonical = _encoder.encode(wire) + b"\n"
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise BadManifest(_reason(data, error)) from None
     if wire.schema_version != SCHEMA_VERSION:
         raise BadManifest(_other_schema(wire.schema_version))
-    if canonical != data:
+    if canonical != data or spec is None or toolchain is None:
         raise BadManifest("not in canonical form: edited, or written by something else")
-    wrong = _first_wrong(wire)
+    wrong = _first_wrong(wire, toolchain)
     if wrong is not None:
         raise BadManifest(wrong)
-    inputs = {
-        "format": KEY_FORMAT,
-        "spec": wire.spec,
-        "arch": wire.arch,
-        "host_arch": wire.host_arch,
-        "sources_digest": wire.sources_digest,
-        "toolchain": wire.toolchain,
-        "options": wire.options,
-    }
+    inputs = _WireInputs(wire.arch, KEY_FORMAT, wire.host_arch, wire.options, wire.sources_digest, wire.spec, wire.toolchain)
     if hashlib.sha256(canonical_bytes(inputs)).hexdigest() != wire.key:
         raise BadManifest("key is not the key of the fields beside it")
     return Manifest(
         schema_version=wire.schema_version,
         key=wire.key,
-        # Canonical form has the facts sorted by name already.
-        spec=CompileSpec(wire.spec.kernel_id, wire.spec.version, tuple(wire.spec.facts.items())),
+        spec=spec,
         arch=wire.arch,
         host_arch=wire.host_arch,
         sources_digest=wire.sources_digest,
-        toolchain=_toolchain(wire.toolchain),
+        toolchain=toolchain,
         python=wire.python,
         options=wire.options,
         linker=wire.linker,
@@ -196,23 +204,46 @@ def dump(manifest: Manifest) -> bytes:
         schema_version=manifest.schema_version,
         signature=manifest.signature,
         sources_digest=manifest.sources_digest,
-        spec=_WireSpec(spec.kernel_id, spec.version, dict(spec.facts)),
+        spec=msgspec.Raw(_encoder.encode(_WireSpec(spec.kernel_id, spec.version, dict(spec.facts)))),
         symbol=manifest.symbol,
-        toolchain=_WireToolchain(dict(tools.distributions), tools.flavour, tools.tvm_ffi_abi),  # type: ignore[arg-type]
+        toolchain=msgspec.Raw(_encoder.encode(_WireToolchain(dict(tools.distributions), tools.flavour, tools.tvm_ffi_abi))),  # type: ignore[arg-type]
     )
     return _encoder.encode(wire) + b"\n"
 
 
-def _toolchain(wire: _WireToolchain) -> Toolchain:
-    """One object for all the manifests of a root that name the same toolchain."""
-    flat = (wire.flavour, wire.tvm_ffi_abi, *wire.distributions, *wire.distributions.values())
-    found = _toolchains.get(flat)
+def _spec(raw: msgspec.Raw) -> CompileSpec | None:
+    """The spec spelled by one fragment of a manifest, None when it is not spelled canonically.
+
+    Thousands of manifests spell the same few specs and toolchains: each spelling is decoded and checked once.
+    """
+    text = bytes(raw)
+    found = _specs.get(text)
     if found is None:
-        found = _toolchains[flat] = Toolchain(tuple(wire.distributions.items()), wire.flavour, wire.tvm_ffi_abi)
+        wire = _spec_decoder.decode(text)
+        if _encoder.encode(wire) != text:
+            return None
+        # Canonical form has the facts sorted by name already.
+        found = CompileSpec(wire.kernel_id, wire.version, tuple(wire.facts.items()))
+        if len(_specs) < _MEMO_LIMIT:
+            _specs[text] = found
     return found
 
 
-def _first_wrong(wire: _Wire) -> str | None:
+def _toolchain(raw: msgspec.Raw) -> Toolchain | None:
+    """As `_spec`, for the toolchain."""
+    text = bytes(raw)
+    found = _toolchains.get(text)
+    if found is None:
+        wire = _toolchain_decoder.decode(text)
+        if _encoder.encode(wire) != text:
+            return None
+        found = Toolchain(tuple(wire.distributions.items()), wire.flavour, wire.tvm_ffi_abi)
+        if len(_toolchains) < _MEMO_LIMIT:
+            _toolchains[text] = found
+    return found
+
+
+def _first_wrong(wire: _Wire, toolchain: Toolchain) -> str | None:
     if wire.arch not in ARCHES:
         return f"arch {wire.arch!r} is not one of {', '.join(ARCHES)}"
     if not _THREE_DIGESTS.fullmatch(f"{wire.object_sha256} {wire.code_sha256} {wire.sources_digest}"):
@@ -221,7 +252,7 @@ def _first_wrong(wire: _Wire) -> str | None:
         return "symbol is not the key's"
     if not 0 < wire.object_bytes <= MAX_OBJECT_BYTES or not math.isfinite(wire.compile_s) or wire.compile_s < 0:
         return "object_bytes or compile_s is out of range"
-    if not wire.toolchain.distributions:
+    if not toolchain.distributions:
         return "toolchain names no distribution"
     if not _is_time(wire.created):
         return f"created {wire.created[:40]!r} is not an ISO 8601 UTC time"

@@ -67,7 +67,10 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class PrunePlan:
-    """What applying removes from one root. `selection` is how the entries were chosen, `locks` lock files relative to the root."""
+    """What applying removes from one root.
+
+    `selection` is how the entries were chosen, `locks` lock files relative
+    to the root, `root_kernels` the ids and versions there are."""
 
     schema_version: int
     root: str
@@ -79,6 +82,7 @@ class PrunePlan:
     freed_bytes: int
     root_entries: int
     root_bytes: int
+    root_kernels: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,13 +115,13 @@ def plan(store: Store, selectors: Selectors, *, keep: Iterable[CompileSpec] = ()
     """
     layer = writable_layer(store)
     moment = time.time() if now is None else now
-    everything = list(store.entries([layer]))
-    stale_reason = stale_judge() if selectors.stale else lambda _entry: None
+    everything = listing.collect(store, layers=[layer])
+    judge = selectors.judge(moment, stale_judge() if selectors.stale else lambda _entry: None)
     protected = frozenset(keep)
     chosen: list[tuple[Entry, str]] = []
     kept: list[Kept] = []
     for entry in everything if selectors.selects_entries else ():
-        reason = selectors.reason(entry, moment, stale_reason)
+        reason = judge(entry)
         if reason is None:
             continue
         if protected and entry.manifest is not None and entry.manifest.spec in protected:
@@ -140,7 +144,7 @@ def plan_keys(store: Store, entries: Iterable[Entry], *, now: float | None = Non
                 f"{entry.key} is in the read-only layer {entry.layer.path}", hint=f"mlactl cache rm {entry.key} --cache-dir {entry.layer.path}"
             )
         chosen.append((entry, "named"))
-    everything = list(store.entries([layer]))
+    everything = listing.collect(store, layers=[layer])
     return _plan(layer, ("named",), chosen, [], (), everything, time.time() if now is None else now)
 
 
@@ -178,6 +182,7 @@ def _plan(
         freed_bytes=sum(entry.object_bytes or 0 for entry in entries),
         root_entries=len(everything),
         root_bytes=listing.total_bytes(everything),
+        root_kernels=listing.kernels_present(everything),
     )
 
 
@@ -209,6 +214,7 @@ def stale_judge() -> Callable[[Entry], str | None]:
             hint="select by version or age: mlactl cache prune --spec 'KERNEL<N', --older-than 30d",
         )
     digests: dict[str, str] = {}
+    options = {arch: compile_options(arch) for arch in ARCHES}
 
     def judge(entry: Entry) -> str | None:
         manifest = entry.manifest
@@ -220,9 +226,13 @@ def stale_judge() -> Callable[[Entry], str | None]:
             return None
         if kernel_id not in digests:
             digests[kernel_id] = registry.sources_digest(kernel_id)
-        other = ["other sources"] * (manifest.sources_digest != digests[kernel_id])
-        other += ["other toolchain"] * (manifest.toolchain != tools)
-        other += ["other compile options"] * (manifest.arch not in ARCHES or manifest.options != compile_options(manifest.arch))
+        other = []
+        if manifest.sources_digest != digests[kernel_id]:
+            other.append("other sources")
+        if manifest.toolchain != tools:
+            other.append("other toolchain")
+        if manifest.options != options[manifest.arch]:
+            other.append("other compile options")
         return ", ".join(other) or None
 
     return judge
@@ -231,15 +241,17 @@ def stale_judge() -> Callable[[Entry], str | None]:
 def _files(layer: Layer, entry: Entry) -> tuple[PlannedFile, ...]:
     """The entry's own regular files, manifest first; a link is nothing of ours."""
     found = []
+    root = f"{layer.path}/"
     for path in (entry.manifest_path, entry.object_path):
         if path is None:
             continue
+        name = str(path)
         try:
-            status = path.lstat()
+            status = os.lstat(name)
         except FileNotFoundError:
             continue
         if stat.S_ISREG(status.st_mode):
-            found.append(PlannedFile(str(path.relative_to(layer.path)), status.st_ino, status.st_size, status.st_mtime_ns))
+            found.append(PlannedFile(name.removeprefix(root), status.st_ino, status.st_size, status.st_mtime_ns))
     return tuple(found)
 
 

@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
@@ -36,11 +36,12 @@ from mlactl.kernels.compiler import compile_object
 from mlactl.kernels.errors import CompileFailed, MlactlError
 from mlactl.kernels.spec import CompileSpec
 
-Compiler = Callable[[CompileSpec, str, str, str, Path], None]
-"""(spec, arch, symbol, flavour, out): writes the relocatable object to `out`."""
+Compiler = Callable[[CompileSpec, str, str, str, Path], int | None]
+"""(spec, arch, symbol, flavour, out): writes the relocatable object to `out`; returns its launch's dynamic shared memory in bytes."""
 
 LOCK_TIMEOUT_S = 600.0
 LINK_FLAGS = ("-shared", "--build-id=none", "--hash-style=gnu")
+SCRATCH_PREFIX = "mlactl-compile-"
 _LINKER_VARIABLES = frozenset({"LD_RUN_PATH", "LDEMULATION", "GNUTARGET"})
 """Variables through which `ld` would write something of this machine into the object."""
 
@@ -52,6 +53,22 @@ class PublishResult:
     entry: Entry
     compiled: bool
     seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """How an object came to be, as far as neither its key nor its bytes say it.
+
+    `code_sha256` is of the exported object before linking; `created` is ISO 8601 UTC to the second; `dynamic_smem_bytes`
+    what its launch asks for, None when the compiler was not told.
+    """
+
+    code_sha256: str
+    linker: str
+    compile_s: float
+    dynamic_smem_bytes: int | None = None
+    python: str = field(default_factory=toolchains.python_minor)
+    created: str = field(default_factory=lambda: datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"))
 
 
 def find_linker() -> tuple[str, str]:
@@ -95,35 +112,23 @@ def compile_and_publish(
                 return PublishResult(present[0], compiled=False, seconds=0.0)
             _refuse_quarantined(layer, key)
             remove_temporaries(layer, key)
-            started = time.monotonic()
-            code_sha256, data = _compile_and_link(inputs, compiler, linker_path)
-            seconds = time.monotonic() - started
+            build, data = _compile_and_link(inputs, compiler, linker_path, linker)
             try:
-                entry = publish_object(layer, inputs, data, code_sha256=code_sha256, linker=linker, compile_s=seconds, mode=mode)
+                entry = publish_object(layer, inputs, data, build, mode=mode)
             except RejectedObject as rejected:
                 raise CompileFailed(f"{spec.label()} for {arch}: the compiler's object was not published: {rejected.entry.detail}") from None
-            return PublishResult(entry, compiled=True, seconds=seconds)
+            return PublishResult(entry, compiled=True, seconds=build.compile_s)
 
 
-def publish_object(
-    layer: Layer,
-    inputs: KeyInputs,
-    data: bytes,
-    *,
-    code_sha256: str,
-    linker: str,
-    compile_s: float,
-    python: str | None = None,
-    created: str | None = None,
-    mode: int = 0o600,
-) -> Entry:
+def publish_object(layer: Layer, inputs: KeyInputs, data: bytes, build: Build, *, mode: int = 0o600) -> Entry:
     """Publishes a linked object's bytes under the key of `inputs`; the caller holds the entry's exclusive lock.
 
     `mode` is the files' (`prepare` returns it). Raises RejectedObject when the object is not one of that key, arch and
-    host, and OSError when it cannot be written; an older manifest of the key is gone then, and nothing half written stays.
+    host, and OSError when it cannot be written; an older manifest of the key may be gone then, and nothing half written
+    stays.
     """
     key, bucket = inputs.key(), layer.bucket(inputs.key())
-    manifest = describe_object(inputs, data, layer=layer, code_sha256=code_sha256, linker=linker, compile_s=compile_s, python=python, created=created)
+    manifest = _describe(layer, inputs, data, build)
     with _temporary(bucket, key, data, mode) as written:
         # Before the object is replaced, so that no crash leaves the old manifest beside the new object.
         Path(f"{bucket}/{key}.json").unlink(missing_ok=True)
@@ -136,17 +141,7 @@ def publish_object(
     return entry
 
 
-def describe_object(
-    inputs: KeyInputs,
-    data: bytes,
-    *,
-    layer: Layer,
-    code_sha256: str,
-    linker: str,
-    compile_s: float,
-    python: str | None = None,
-    created: str | None = None,
-) -> Manifest:
+def _describe(layer: Layer, inputs: KeyInputs, data: bytes, build: Build) -> Manifest:
     """The manifest of a linked object, its symbol, signature, arch and resources read from its bytes.
 
     Raises RejectedObject when they are not what `inputs` asked for.
@@ -165,6 +160,8 @@ def describe_object(
         raise rejected(Status.ARCH, f"it is for {facts.arch} on {facts.host}, asked for was {inputs.arch} on {inputs.host_arch}")
     if symbol not in facts.symbols:
         raise rejected(Status.SYMBOL, f"it exports {', '.join(facts.symbols)}, expected {symbol}")
+    # The compiler speaks of the one launch of an object; with several kernels it would not say whose it is.
+    dynamic = build.dynamic_smem_bytes if len(facts.kernels) == 1 else None
     return Manifest(
         schema_version=SCHEMA_VERSION,
         key=key,
@@ -173,17 +170,17 @@ def describe_object(
         host_arch=inputs.host_arch,
         sources_digest=inputs.sources_digest,
         toolchain=inputs.toolchain,
-        python=python or toolchains.python_minor(),
+        python=build.python,
         options=inputs.options,
-        linker=linker,
+        linker=build.linker,
         object_sha256=hashlib.sha256(data).hexdigest(),
         object_bytes=len(data),
-        code_sha256=code_sha256,
+        code_sha256=build.code_sha256,
         symbol=symbol,
         signature=facts.signature,
-        resources=tuple(KernelResources(each.name, each.registers, each.frame_bytes, each.static_smem_bytes) for each in facts.kernels),
-        created=created or datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        compile_s=round(compile_s, 3),
+        resources=tuple(KernelResources(each.name, each.registers, each.frame_bytes, each.static_smem_bytes, dynamic) for each in facts.kernels),
+        created=build.created,
+        compile_s=round(build.compile_s, 3),
     )
 
 
@@ -251,17 +248,19 @@ _loaded_sources: dict[str, str] = {}
 """Digest of each kernel's sources as they were when this process first compiled it, and so imported them."""
 
 
-def _compile_and_link(inputs: KeyInputs, compiler: Compiler, linker_path: str) -> tuple[str, bytes]:
-    """SHA-256 of the exported object, and the linked object's bytes."""
+def _compile_and_link(inputs: KeyInputs, compiler: Compiler, linker_path: str, linker: str) -> tuple[Build, bytes]:
+    """How it was built, and the linked object's bytes."""
     key, label = inputs.key(), f"{inputs.spec.label()} for {inputs.arch}"
     kernel_id = inputs.spec.kernel_id
     if compiler is compile_object and _loaded_sources.setdefault(kernel_id, inputs.sources_digest) != inputs.sources_digest:
         raise CompileFailed(f"{label}: the kernel's sources changed after this process loaded them", hint="start a new process")
-    scratch = Path(tempfile.mkdtemp(prefix="mlactl-compile-"))
+    sweep_scratch()
+    started = time.monotonic()
+    scratch = Path(tempfile.mkdtemp(prefix=SCRATCH_PREFIX))
     try:
         exported, linked = scratch / "object.o", scratch / "object.so"
         try:
-            compiler(inputs.spec, inputs.arch, symbol_for(key), inputs.toolchain.flavour, exported)
+            dynamic_smem_bytes = compiler(inputs.spec, inputs.arch, symbol_for(key), inputs.toolchain.flavour, exported)
         except MlactlError:
             raise
         except Exception as error:
@@ -271,9 +270,27 @@ def _compile_and_link(inputs: KeyInputs, compiler: Compiler, linker_path: str) -
         if registry.sources_digest(kernel_id) != inputs.sources_digest:
             raise CompileFailed(f"{label}: the kernel's sources changed while it was being compiled", hint="run it again")
         _link(linker_path, exported, linked, label)
-        return hashlib.sha256(exported.read_bytes()).hexdigest(), linked.read_bytes()
+        build = Build(
+            code_sha256=hashlib.sha256(exported.read_bytes()).hexdigest(),
+            linker=linker,
+            compile_s=time.monotonic() - started,
+            dynamic_smem_bytes=dynamic_smem_bytes,
+        )
+        return build, linked.read_bytes()
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def sweep_scratch() -> None:
+    """Removes this user's scratch folders that killed compiles left; one is in use for seconds, so an hour old is left."""
+    oldest = time.time() - 3600
+    for folder in Path(tempfile.gettempdir()).glob(f"{SCRATCH_PREFIX}*"):
+        try:
+            info = folder.lstat()
+        except OSError:
+            continue
+        if stat.S_ISDIR(info.st_mode) and info.st_uid == os.geteuid() and info.st_mtime < oldest:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _link(linker_path: str, exported: Path, linked: Path, label: str) -> None:

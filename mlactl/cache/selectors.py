@@ -8,13 +8,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mlactl.cache.listing import kernel_matches, seconds_since
+from mlactl.cache.listing import iso_time, kernel_matches
 from mlactl.errors import UsageError
 from mlactl.kernels import registry
 
 if TYPE_CHECKING:
     from mlactl.cache.store import Entry
     from mlactl.kernels.spec import CompileSpec
+
+Judge = Callable[["Entry"], str | None]
+"""Why an entry is selected, in a few words; None when it is not."""
 
 _COMPARE: dict[str, Callable[[int, int], bool]] = {
     "<": operator.lt,
@@ -116,50 +119,78 @@ class Selectors:
         words += ["--locks"] * self.locks
         return tuple(words) or ("superseded",)
 
-    def reason(self, entry: Entry, now: float, stale_reason: Callable[[Entry], str | None]) -> str | None:
-        """Why everything but `max_bytes` selects the entry, in a few words; None when something does not."""
+    def judge(self, now: float, stale_reason: Judge) -> Judge:
+        """Tells why everything but `max_bytes` selects an entry, in a few words, or None when something does not."""
         if not self.narrowed:
-            return "over --max-size" if self.max_bytes is not None else superseded(entry)
-        tests: tuple[tuple[bool, Callable[[], str | None]], ...] = (
-            (bool(self.specs), lambda: self._in_range(entry)),
-            (bool(self.kernels), lambda: self._of_kernel(entry)),
-            (bool(self.arches), lambda: self._for_arch(entry)),
-            (bool(self.statuses), lambda: f"status {entry.status}" if entry.status in self.statuses else None),
-            (self.older_than_s is not None, lambda: self._older(entry, now)),
-            (self.unused_for_s is not None, lambda: self._unused(entry, now)),
-            (self.stale, lambda: stale_reason(entry)),
-        )
-        reasons = []
-        for asked, test in tests:
-            if asked:
-                reason = test()
+            return _over_size if self.max_bytes is not None else superseded
+        tests: list[Judge] = []
+        if self.specs:
+            tests.append(self._in_range)
+        if self.kernels:
+            tests.append(self._of_kernel)
+        if self.arches:
+            tests.append(lambda entry: f"arch {entry.manifest.arch}" if entry.manifest and entry.manifest.arch in self.arches else None)
+        if self.statuses:
+            tests.append(lambda entry: f"status {entry.status}" if entry.status in self.statuses else None)
+        if self.older_than_s is not None:
+            tests.append(_older(now - self.older_than_s))
+        if self.unused_for_s is not None:
+            tests.append(_unused(now, self.unused_for_s))
+        if self.stale:
+            tests.append(stale_reason)
+
+        def all_of(entry: Entry) -> str | None:
+            reasons = []
+            for test in tests:
+                reason = test(entry)
                 if reason is None:
                     return None
                 reasons.append(reason)
-        return ", ".join(reasons)
+            return ", ".join(reasons)
+
+        return all_of
 
     def _in_range(self, entry: Entry) -> str | None:
-        if entry.manifest is None:
-            return None
-        return next((f"matches {spec}" for spec in self.specs if spec.matches(entry.manifest.spec)), None)
+        if entry.manifest is not None:
+            for spec in self.specs:
+                if spec.matches(entry.manifest.spec):
+                    return f"matches {spec}"
+        return None
 
     def _of_kernel(self, entry: Entry) -> str | None:
-        if entry.manifest is None:
+        if entry.manifest is not None:
+            for name in self.kernels:
+                if kernel_matches(entry.manifest.spec.kernel_id, name):
+                    return f"kernel {name}"
+        return None
+
+
+def _over_size(_entry: Entry) -> str | None:
+    return "over --max-size"
+
+
+def _older(limit: float) -> Judge:
+    """Made before `limit`; what has no readable manifest goes by its file's time, and without one is never selected."""
+    # Manifests spell times in one way, so that they compare as text.
+    limit_text = iso_time(max(0.0, limit)) or ""
+
+    def test(entry: Entry) -> str | None:
+        if entry.manifest is not None:
+            return f"made {entry.manifest.created[:10]}" if entry.manifest.created < limit_text else None
+        return f"made {iso_time(entry.last_used)}" if entry.last_used is not None and entry.last_used < limit else None
+
+    return test
+
+
+def _unused(now: float, seconds: int) -> Judge:
+    """Not used for so long; an unknown last use is never selected."""
+
+    def test(entry: Entry) -> str | None:
+        if entry.last_used is None or now - entry.last_used <= seconds:
             return None
-        return next((f"kernel {name}" for name in self.kernels if kernel_matches(entry.manifest.spec.kernel_id, name)), None)
+        return f"unused for {age_words(now - entry.last_used)}"
 
-    def _for_arch(self, entry: Entry) -> str | None:
-        return f"arch {entry.manifest.arch}" if entry.manifest is not None and entry.manifest.arch in self.arches else None
-
-    def _older(self, entry: Entry, now: float) -> str | None:
-        assert self.older_than_s is not None
-        age = seconds_since(entry.manifest.created if entry.manifest else entry.last_used, now)
-        return f"made {_days(age)} ago" if age is not None and age > self.older_than_s else None
-
-    def _unused(self, entry: Entry, now: float) -> str | None:
-        assert self.unused_for_s is not None
-        age = seconds_since(entry.last_used, now)
-        return f"unused for {_days(age)}" if age is not None and age > self.unused_for_s else None
+    return test
 
 
 def superseded(entry: Entry) -> str | None:
@@ -173,7 +204,8 @@ def superseded(entry: Entry) -> str | None:
     return f"version {spec.version} superseded by {declared.version}"
 
 
-def _days(seconds: float) -> str:
+def age_words(seconds: float) -> str:
+    """41d, 12h, 5m or 30s."""
     for size, unit in ((86_400, "d"), (3600, "h"), (60, "m")):
         if seconds >= 2 * size:
             return f"{int(seconds // size)}{unit}"

@@ -28,7 +28,7 @@ from mlactl.kernels.compiler import compile_object
 from mlactl.kernels.spec import CompileSpec
 
 OnDone = Callable[[int], None]
-Compiler = Callable[[CompileSpec, str, str, str, Path], None]
+Compiler = Callable[[CompileSpec, str, str, str, Path], int | None]
 """(spec, arch, symbol, flavour, out): writes the relocatable object to `out`."""
 
 

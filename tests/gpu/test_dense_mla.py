@@ -52,6 +52,19 @@ def test_extend_over_ragged_rows(arch, multiprocessors, heads, lengths, counts):
     require(make_case(arch, multiprocessors, lengths, heads=heads, mode="extend", row_counts=counts, seed=3).judge())
 
 
+@pytest.mark.parametrize(("mode", "lengths", "counts"), [("extend", (40, 300), (40, 70)), ("extend", (900,), (400,)), ("verify", (40, 2000), (3, 4))])
+def test_rows_past_the_last_boundary_are_padding(arch, multiprocessors, mode, lengths, counts):
+    """Split and unsplit: padding rows of a graph's bucket get 0 and -inf and change no other bits."""
+    full = make_case(arch, multiprocessors, (*lengths, 0), heads=8, mode=mode, row_counts=(*counts, counts[0]), seed=5)
+    last = full.boundaries[-2]
+    short = torch.tensor((*full.boundaries[:-1], last), dtype=torch.int32, device="cuda")
+    padded = with_tensors(full, cu_seqlens_q=short, host_cu_seqlens_q=(*full.boundaries[:-1], last))
+    output, lse = padded.run()
+    assert (output[last:] == 0).all()
+    assert torch.isneginf(lse[last:]).all()
+    require(gate.judge(output, lse, *full.reference(), gate.TOLERANCES["bf16"]))
+
+
 @pytest.mark.parametrize("heads", [8, 96])
 @pytest.mark.parametrize("lengths", [(0, 1, 63, 64, 65), (0, 0, 0, 0, 0)], ids=["short", "empty"])
 def test_a1_more_splits_than_chunks(arch, lengths, heads):

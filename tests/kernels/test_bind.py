@@ -59,6 +59,7 @@ SHAPES = [
     ({"q": bf16(3, 9, 576)}, r"q.shape\[1\] is 9, expected 8"),
     ({"q": bf16(3, 8, 512)}, r"q.shape\[2\] is 512, expected 576"),
     ({"q": bf16(4, 8, 576), "output": bf16(4, 8, 512), "lse": torch.zeros(4, 8)}, "q has 4 rows, 3 requests of 1 rows need 3"),
+    ({"q": bf16(0, 8, 576), "output": bf16(0, 8, 512), "lse": torch.zeros(0, 8)}, "q has 0 rows, expected at least 1"),
     ({"kv_cache": bf16(40, 32, 576)}, r"kv_cache.shape\[1\] is 32, expected 64"),
     ({"kv_cache": bf16(40, 64, 560)}, r"kv_cache.shape\[2\] is 560, a record has 576 elements"),
     ({"kv_cache": torch.zeros(40, 64, 576, dtype=torch.uint8)}, "kv_cache has dtype torch.uint8"),

@@ -75,6 +75,21 @@ def test_an_entry_is_an_object_and_a_manifest_under_its_key(store: Store, prebui
     assert isinstance(store.lookup(tiny.spec(), "sm_120a"), Hit)
 
 
+def test_the_launchs_shared_memory_comes_from_the_compiler(store: Store, prebuilt: tiny.Prebuilt) -> None:
+    """It is in no ELF: only the kernel's builder knows what its launch asks for."""
+
+    def compiler(spec: Any, arch: str, symbol: str, flavour: str, out: Path) -> int:
+        prebuilt.compiler()(spec, arch, symbol, flavour, out)
+        return 98_304
+
+    entry = compile_and_publish(store, tiny.spec(), "sm_120a", compiler=compiler).entry
+    assert entry.manifest is not None
+    assert [kernel.dynamic_smem_bytes for kernel in entry.manifest.resources] == [98_304]
+    entry = compile_and_publish(store, tiny.spec(3), "sm_120a", compiler=prebuilt.compiler()).entry
+    assert entry.manifest is not None
+    assert [kernel.dynamic_smem_bytes for kernel in entry.manifest.resources] == [None]
+
+
 def test_publishing_again_compiles_nothing(store: Store, prebuilt: tiny.Prebuilt) -> None:
     compiled: list[str] = []
     first = compile_and_publish(store, tiny.spec(), "sm_120a", compiler=prebuilt.compiler(compiled.append))
@@ -249,6 +264,19 @@ def test_temporaries_of_the_key_are_cleared_and_others_kept(store: Store, publis
     assert not (bucket / f"{KEY}.1-00000000.tmp").exists()
     assert (bucket / "notes.tmp").exists()
     assert old.exists()
+
+
+def test_scratch_folders_of_killed_compiles_are_swept(publish: Callable[..., Entry], scratch: Path, tmp_path: Path) -> None:
+    old, young = scratch / "mlactl-compile-old", scratch / "mlactl-compile-young"
+    for folder in (old, young, tmp_path / "target", scratch / "something-else"):
+        folder.mkdir()
+        (folder / "object.o").write_bytes(b"x")
+    (scratch / "mlactl-compile-link").symlink_to(tmp_path / "target")
+    for folder in (old, tmp_path / "target", scratch / "something-else"):
+        os.utime(folder, (1_700_000_000, 1_700_000_000))
+    publish()
+    assert sorted(path.name for path in scratch.iterdir()) == ["mlactl-compile-link", "mlactl-compile-young", "something-else"]
+    assert (tmp_path / "target" / "object.o").exists()
 
 
 REAL = """

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mlactl.cache.key import KeyInputs, inputs_for, symbol_for
 from mlactl.cache.locks import entry_lock
-from mlactl.cache.publish import prepare, publish_object
+from mlactl.cache.publish import Build, prepare, publish_object
 from mlactl.cache.roots import Layer
 from mlactl.cache.store import Entry, Store
 from mlactl.kernels import registry
@@ -114,7 +114,7 @@ def published(store: Store, inputs: KeyInputs, data: bytes) -> Entry:
 def _publish(layer: Layer, inputs: KeyInputs, data: bytes) -> Entry:
     mode = prepare(layer, inputs.key())
     with entry_lock(layer, inputs.key(), exclusive=True, wait_s=5):
-        return publish_object(layer, inputs, data, code_sha256="00" * 32, linker="GNU ld 2.40", compile_s=0.1, mode=mode)
+        return publish_object(layer, inputs, data, Build("00" * 32, "GNU ld 2.40", 0.1), mode=mode)
 
 
 def run_python(code: str, *arguments: str, check: bool = True, **options: object) -> subprocess.CompletedProcess[str]:

@@ -29,4 +29,6 @@ class Multiply:
 def build(facts: dict[str, Any]) -> Traced:
     dtype = {"f32": cutlass.Float32, "i32": cutlass.Int32}[facts["dtype"]]
     tensor = make_fake_compact_tensor(dtype, (cute.sym_int(),))
-    return Traced(Multiply(facts["factor"]), (tensor, make_fake_compact_tensor(dtype, (cute.sym_int(),)), make_fake_stream(use_tvm_ffi_env_stream=True)))
+    return Traced(
+        Multiply(facts["factor"]), (tensor, make_fake_compact_tensor(dtype, (cute.sym_int(),)), make_fake_stream(use_tvm_ffi_env_stream=True))
+    )

@@ -38,7 +38,7 @@ def verify(
     if digests_only and reproduce:
         raise UsageError("--digests-only and --reproduce were both given", hint="--reproduce checks objects in full before it compiles them again")
     store = rendering.open_store(out, cache_dir)
-    wanted = rendering.resolve_keys(store, keys) if keys else listing.order(store.entries(on_problem=out.warn))
+    wanted = rendering.resolve_keys(store, keys) if keys else listing.order(listing.collect(store, on_problem=out.warn))
     report = _check(out, store, wanted, digests_only)
     repairs = _repair(out, store, report) if repair and report.bad else ()
     fixed = {_identity(outcome.entry) for outcome in repairs if outcome.outcome == "rebuilt"}

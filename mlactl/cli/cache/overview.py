@@ -35,7 +35,7 @@ def ls(
     out = options.make_output(output, json, quiet)
     filters = listing.Filters(tuple(kernel or ()), options.checked_arches(arch), rendering.checked_statuses(status))
     store = rendering.open_store(out, cache_dir)
-    everything = list(store.entries(on_problem=out.warn))
+    everything = listing.collect(store, on_problem=out.warn)
     rows = listing.order(listing.select(everything, filters))
     columns = rendering.entry_columns(rows) if out.mode is Mode.HUMAN else ()
     out.listing("entries", rows, columns, key=lambda entry: entry.key, show_all=show_all, empty="0 entries", as_json=listing.as_json)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -18,8 +17,6 @@ from mlactl.ui.output import Column, Output, bytes_text
 
 if TYPE_CHECKING:
     from mlactl.cache.prune import PrunePlan, PruneResult
-    from mlactl.cache.selectors import Selectors
-    from mlactl.cache.store import Store
     from mlactl.kernels.spec import CompileSpec
 
 
@@ -63,7 +60,7 @@ def prune(
     keep = _kept_specs(keep_profile)
     store = rendering.open_store(out, cache_dir)
     plan = service.plan(store, selectors, keep=keep)
-    _carry_out(out, plan, dry_run=dry_run, yes=yes, nothing=lambda: _nothing_selected(out, store, selectors))
+    _carry_out(out, plan, dry_run=dry_run, yes=yes)
 
 
 def rm(
@@ -81,7 +78,7 @@ def rm(
     out = options.make_output(output, json, quiet)
     store = rendering.open_store(out, cache_dir)
     plan = service.plan_keys(store, rendering.resolve_keys(store, keys))
-    _carry_out(out, plan, dry_run=dry_run, yes=yes, nothing=lambda: None)
+    _carry_out(out, plan, dry_run=dry_run, yes=yes)
 
 
 def _kept_specs(profiles: list[str] | None) -> tuple[CompileSpec, ...]:
@@ -92,14 +89,18 @@ def _kept_specs(profiles: list[str] | None) -> tuple[CompileSpec, ...]:
     return tuple(spec for name in profiles for spec in load(name).specs())
 
 
-def _carry_out(out: Output, plan: PrunePlan, *, dry_run: bool, yes: bool, nothing: Callable[[], None]) -> None:
+def _carry_out(out: Output, plan: PrunePlan, *, dry_run: bool, yes: bool) -> None:
     """Prints the plan or, once agreed to, applies it; off a terminal it refuses without --yes, whatever the plan holds."""
     empty = not plan.entries and not plan.locks
     if dry_run:
-        out.document(asdict(plan), lambda: _plan_human(out, plan), lambda: [entry.key for entry in plan.entries])
+        out.document(
+            {field.name: getattr(plan, field.name) for field in fields(plan)},
+            lambda: _plan_human(out, plan),
+            lambda: [entry.key for entry in plan.entries],
+        )
         out.note("dry run: nothing was removed")
         if empty:
-            nothing()
+            _nothing_selected(out, plan)
         else:
             out.hint(_same_command_with_yes())
         return
@@ -110,7 +111,7 @@ def _carry_out(out: Output, plan: PrunePlan, *, dry_run: bool, yes: bool, nothin
             raise typer.Abort
     _apply(out, plan)
     if empty:
-        nothing()
+        _nothing_selected(out, plan)
 
 
 def _apply(out: Output, plan: PrunePlan) -> None:
@@ -152,13 +153,10 @@ def _result_human(out: Output, plan: PrunePlan, result: PruneResult) -> None:
         out.line(f"failed {outcome.key[: rendering.SHORT_KEY]}: {outcome.reason}")
 
 
-def _nothing_selected(out: Output, store: Store, selectors: Selectors) -> None:
+def _nothing_selected(out: Output, plan: PrunePlan) -> None:
     """What could have been selected, for whoever expected something to go."""
-    from mlactl.cache import listing
-
-    if selectors.selects_entries:
-        present = listing.kernels_present(store.entries([store.roots.writable] if store.roots.writable else None))
-        out.hint(f"nothing matched; the root has {', '.join(present) or 'no entries'}")
+    if plan.selection != ("--locks",):
+        out.hint(f"nothing matched; the root has {', '.join(plan.root_kernels) or 'no entries'}")
 
 
 def _same_command_with_yes() -> str:
