@@ -13,6 +13,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint8
 from cutlass.cute.runtime import make_fake_stream
+from cutlass.memory import SmemAllocator
 
 from mlactl.kernels.compiler import Traced
 from mlactl.kernels.mla import ptx, ptx_narrow
@@ -158,7 +159,7 @@ class SparseForward:
         end = ptx.divide(chunks * (split + 1), row_splits)
 
         # ---------------------------------------------------------------- first records, query
-        shared = cutlass.utils.SmemAllocator().allocate(config.shared_bytes, 128).toint()
+        shared = SmemAllocator().allocate(config.shared_bytes, 128).toint()
         last = cutlass.min(end * config.chunk, length)
         source = SelectedSlots.of(config, pool, record_stride, indices + Int64(row) * index_stride, slots, last, warp, lane)
         early = [source.start((begin + stage) * config.chunk) for stage in range(config.stages)]
@@ -343,4 +344,5 @@ def build(facts: dict[str, bool | int | str]) -> Traced:
         *(Int32(1), Float32(1.0), Float32(1.0)),
         make_fake_stream(use_tvm_ffi_env_stream=True),
     )
-    return Traced(SparseForward(config, may_split=facts["output"] == "split", identity=facts["latent_scale_identity"] == 1), arguments)
+    entry = SparseForward(config, may_split=facts["output"] == "split", identity=facts["latent_scale_identity"] == 1)
+    return Traced(entry, arguments, config.shared_bytes)

@@ -17,6 +17,9 @@ from mlactl.kernels.mla import sparse_policy
 from mlactl.kernels.mla.latent_scale import resolve
 from mlactl.kernels.mla.sparse_config import sparse_tile
 
+# The compiler warns of long unrolled loops; it is run in this process here, not in a worker.
+pytestmark = pytest.mark.filterwarnings("ignore:This static loop has")
+
 ARCHES = ("sm_120a", "sm_121a", "sm_90a")
 STATIC = ("nvfp4_ds_mla_432", "nvfp4_ds_mla_368")
 ORDINAL = next(scalar.ordinal for scalar in registry.SPARSE_DECODE.scalars if scalar.name == "latent_scale")
