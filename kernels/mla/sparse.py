@@ -132,7 +132,7 @@ def bind(plan: SparsePlan, tensors: SparseTensors) -> SparseBinding:
         tensors.sm_scale,
         scale.value,
     )
-    merge = (tensors.output, tensors.lse, partial, partial_lse, directory, tensors.lengths, tensors.q.shape[0])
+    merge = (tensors.output, tensors.lse, partial, partial_lse, directory)
     return SparseBinding(plan, tensors, scale, plan.forward(scale), forward, merge)
 
 
