@@ -17,9 +17,7 @@ if TYPE_CHECKING:
 
 def bind(capture: Capture, arch: str) -> Any:
     """A binding of the capture's kernel over copies of its tensors on the current device; raises NotBuiltYet, PlanError, BindError."""
-    if capture.call.kernel_id != registry.DENSE_FORWARD.kernel_id:
-        raise NotBuiltYet(f"running {capture.call.kernel_id} from a capture is not built yet")
-    return _dense(capture, arch)
+    return _dense(capture, arch) if capture.dense else _sparse(capture, arch)
 
 
 def restored(tensor: torch.Tensor, fact: TensorFact | None, device: str) -> torch.Tensor:
@@ -33,6 +31,43 @@ def restored(tensor: torch.Tensor, fact: TensorFact | None, device: str) -> torc
     view = memory.as_strided(fact.shape, fact.strides, fact.storage_offset)
     view.copy_(tensor)
     return view
+
+
+def _sparse(capture: Capture, arch: str) -> Any:
+    import torch
+
+    from mlactl.kernels.mla import sparse_planner
+    from mlactl.kernels.mla.sparse import SparseTensors
+
+    call, device = capture.call, "cuda"
+    mode = "prefill" if call.kernel_id == registry.SPARSE_PREFILL.kernel_id else call.mode
+    plan = sparse_planner.plan(
+        sparse_planner.SparseCaps(
+            mode=mode,
+            heads=capture.heads,
+            max_rows=max(1, capture.rows),
+            top_k=int(capture.tensors["indices"].shape[1]),
+            record=call.record,
+            multiprocessors=torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count,
+            arch=arch,
+        )
+    )
+    tensors = SparseTensors(
+        q=restored(capture.tensors["q"], capture.facts.get("q"), device),
+        kv_cache=capture.tensors["kv_cache"].to(device),
+        indices=capture.tensors["indices"].to(device),
+        lengths=capture.tensors["lengths"].to(device),
+        output=torch.empty((capture.rows, capture.heads, capture.values), dtype=torch.bfloat16, device=device),
+        lse=torch.empty((capture.rows, capture.heads), dtype=torch.float32, device=device),
+        scratch=torch.empty(plan.scratch_bytes, dtype=torch.uint8, device=device) if plan.scratch_bytes else None,
+        latent_scale=call.latent_scale,
+        sm_scale=call.sm_scale,
+        host_lengths=capture.tensors["lengths"].tolist(),
+    )
+    binding = plan.bind(tensors)
+    registry.require_built(binding.spec)
+    binding.validate()
+    return binding
 
 
 def _dense(capture: Capture, arch: str) -> Any:

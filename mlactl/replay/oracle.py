@@ -1,7 +1,7 @@
 """The reference of a capture: attention in plain torch over the decoded records, in fp32 or fp64, on CPU or GPU.
 
 Where the kernels' own reference covers the call's contract it is the one that runs; the contracts it does not have yet
-(per-query lengths, windows, scaled and packed records, selected slots, some rows only) are computed here. A test holds
+(per-query lengths, windows, scaled dense records, some rows only) are computed here. A test holds
 the two together.
 """
 
@@ -47,6 +47,8 @@ def reference(capture: Capture, kind: str, *, device: str = "auto", rows: Sequen
         raise UsageError(f"--reference {kind} is not one of fp32, fp64")
     dtype = torch.float32 if kind == "fp32" else torch.float64
     target = device_for(device)
+    if rows is None and not capture.dense:
+        return _sparse_reference(capture, dtype, target)
     if rows is None and _covered(capture):
         return _kernels_reference(capture, dtype, target)
     precision = torch.get_float32_matmul_precision()
@@ -78,6 +80,23 @@ def _covered(capture: Capture) -> bool:
     call = capture.call
     plain = call.window is None and call.record == "bf16" and call.q_scale == 1.0 and (call.sparse is None or call.sparse.stride == 1)
     return capture.dense and plain and "query_cache_seqlens" not in capture.tensors and int(capture.tensors["q"].shape[2]) in LATENT_ELEMENTS
+
+
+def _sparse_reference(capture: Capture, dtype: torch.dtype, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    from mlactl.kernels.mla.sparse_reference import sparse_mla_reference
+
+    tensors, call = {name: tensor.to(device) for name, tensor in capture.tensors.items()}, capture.call
+    output, lse = sparse_mla_reference(
+        tensors["q"],
+        tensors["kv_cache"],
+        tensors["indices"],
+        tensors["lengths"],
+        record=call.record,
+        sm_scale=call.sm_scale,
+        latent_scale=call.latent_scale,
+        dtype=dtype,
+    )
+    return output.cpu(), lse.cpu()
 
 
 def _kernels_reference(capture: Capture, dtype: torch.dtype, device: str) -> tuple[torch.Tensor, torch.Tensor]:

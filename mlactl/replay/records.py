@@ -1,8 +1,4 @@
-"""KV record layouts as data, and one decoder for all of them.
-
-The table restates docs/nvfp4.md: byte ranges, element types and scales of one token's record. A capture names its
-layout; whatever reads a capture looks the layout up here, so a new record is a new row and no new code.
-"""
+"""KV record layouts as a capture names them. Bytes, groups and scales of packed records are in the kernels' record tables."""
 
 from __future__ import annotations
 
@@ -11,21 +7,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mlactl.errors import UsageError
+from mlactl.kernels.mla.records import ROPE_ELEMENTS
+from mlactl.kernels.mla.sparse_records import LATENT, SPARSE_RECORDS, SparseRecord
 
 if TYPE_CHECKING:
     import torch
 
-ROPE_ELEMENTS = 64
-
-E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-"""Value of each 4-bit code; the sign is the top bit."""
+__all__ = ["RECORDS", "ROPE_ELEMENTS", "RecordLayout", "decode", "latent_elements", "record_layout"]
 
 
 @dataclass(frozen=True, slots=True)
 class RecordLayout:
-    """One token's record. Offsets and sizes are bytes; `latent` counts elements.
+    """One token's record, as far as reading a capture needs it.
 
-    `dense` records are tensors of their element type, `[pages, page_size, width]`; packed ones are uint8
+    Dense records (`record_bytes` None) are tensors of `dtype`, `[pages, page_size, width]`; packed ones are uint8
     `[pages, page_size, record_bytes]`. `scale_mode` says where the scale of the latent comes from: `none`, `tensor` (one
     kv_scale), `group` (in the record), `static` (in the record, times the layer's outer latent_scale), `per_token` (both
     in the record).
@@ -35,15 +30,7 @@ class RecordLayout:
     dtype: str
     scale_mode: str
     latent_type: str
-    latent: int = 512
-    latent_offset: int = 0
-    group: int | None = None
-    group_type: str = ""
-    group_offset: int = 0
-    rope_type: str = "bf16"
-    rope_offset: int = 0
-    rope_scale_offset: int | None = None
-    token_scale_offset: int | None = None
+    latent: int = LATENT
     record_bytes: int | None = None
 
     @property
@@ -57,24 +44,16 @@ class RecordLayout:
         return self.scale_mode == "static"
 
 
+def _packed(record: SparseRecord) -> RecordLayout:
+    mode = "static" if record.static else "per_token" if record.token_scale_at is not None else "group"
+    return RecordLayout(record.name, "uint8", mode, record.latent, record_bytes=record.record_bytes)
+
+
 RECORDS: Mapping[str, RecordLayout] = {
-    layout.name: layout
-    for layout in (
-        RecordLayout("bf16", "bfloat16", "none", "bf16"),
-        RecordLayout("fp8", "float8_e4m3fn", "tensor", "e4m3"),
-        RecordLayout("fp8_ds_mla", "uint8", "group", "e4m3", group=128, group_type="fp32", group_offset=512, rope_offset=528, record_bytes=656),
-        RecordLayout("nvfp4_ds_mla_432", "uint8", "static", "e2m1", group=16, group_type="e4m3", group_offset=256, rope_offset=304, record_bytes=432),
-        RecordLayout(
-            "nvfp4_ds_mla_368", "uint8", "static", "e2m1",
-            group=16, group_type="e4m3", group_offset=256, rope_type="e4m3", rope_offset=304, rope_scale_offset=288, record_bytes=368,
-        ),
-        RecordLayout(
-            "nvfp4_ds_mla_368_per_token", "uint8", "per_token", "e2m1",
-            group=16, group_type="e4m3", group_offset=256, rope_type="e4m3", rope_offset=304, rope_scale_offset=288,
-            token_scale_offset=292, record_bytes=368,
-        ),
-    )
-}  # fmt: skip
+    "bf16": RecordLayout("bf16", "bfloat16", "none", "bf16"),
+    "fp8": RecordLayout("fp8", "float8_e4m3fn", "tensor", "e4m3"),
+    **{name: _packed(record) for name, record in SPARSE_RECORDS.items()},
+}
 
 
 def record_layout(name: str) -> RecordLayout:
@@ -91,58 +70,12 @@ def latent_elements(layout: RecordLayout, width: int) -> int:
 
 
 def decode(records: torch.Tensor, layout: RecordLayout, *, latent_scale: float = 1.0, kv_scale: float = 1.0, dtype: torch.dtype) -> torch.Tensor:
-    """Decodes records `[..., width or record_bytes]` into keys `[..., latent + 64]` of `dtype`; values are the keys' latent part.
-
-    Products of e2m1 and e4m3 are exact; each scale multiplies once, in `dtype`.
-    """
+    """Decodes records `[..., width or record_bytes]` into keys `[..., latent + 64]` of `dtype`; values are the keys' latent part."""
     import torch
 
-    if layout.dense:
-        return records.to(dtype) * (
-            torch.tensor(kv_scale, dtype=torch.float32, device=records.device).to(dtype) if layout.scale_mode == "tensor" else 1
-        )
-    latent = _latent(records, layout, dtype)
-    scale = torch.tensor(latent_scale, dtype=torch.float32, device=records.device).to(dtype)
-    if layout.takes_latent_scale:
-        latent = latent * scale
-    if layout.token_scale_offset is not None:
-        latent = latent * _fp32(records, layout.token_scale_offset, 1).to(dtype)
-    return torch.cat([latent, _rope(records, layout, dtype)], dim=-1)
+    from mlactl.kernels.mla.quantise import dequantise
 
-
-def _latent(records: torch.Tensor, layout: RecordLayout, dtype: torch.dtype) -> torch.Tensor:
-    import torch
-
-    if layout.latent_type == "e2m1":
-        packed = records[..., layout.latent_offset : layout.latent_offset + layout.latent // 2].long()
-        values = torch.tensor(E2M1_VALUES, dtype=dtype, device=records.device)
-        latent = values[torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)]  # the low nibble is the even index
-    else:
-        latent = _e4m3(records, layout.latent_offset, layout.latent).to(dtype)
-    assert layout.group is not None
-    groups = layout.latent // layout.group
-    read = _fp32 if layout.group_type == "fp32" else _e4m3
-    scales = read(records, layout.group_offset, groups).to(dtype)
-    return latent * scales.repeat_interleave(layout.group, dim=-1)
-
-
-def _rope(records: torch.Tensor, layout: RecordLayout, dtype: torch.dtype) -> torch.Tensor:
-    import torch
-
-    if layout.rope_type == "bf16":
-        return records[..., layout.rope_offset : layout.rope_offset + 2 * ROPE_ELEMENTS].contiguous().view(torch.bfloat16).to(dtype)
-    rope = _e4m3(records, layout.rope_offset, ROPE_ELEMENTS).to(dtype)
-    assert layout.rope_scale_offset is not None
-    return rope * _fp32(records, layout.rope_scale_offset, 1).to(dtype)
-
-
-def _e4m3(records: torch.Tensor, offset: int, count: int) -> torch.Tensor:
-    import torch
-
-    return records[..., offset : offset + count].contiguous().view(torch.float8_e4m3fn).float()
-
-
-def _fp32(records: torch.Tensor, offset: int, count: int) -> torch.Tensor:
-    import torch
-
-    return records[..., offset : offset + 4 * count].contiguous().view(torch.float32)
+    if not layout.dense:
+        return dequantise(layout.name, records, latent_scale=latent_scale, dtype=dtype)
+    keys = records.to(dtype)
+    return keys * torch.tensor(kv_scale, dtype=torch.float32).to(dtype) if layout.scale_mode == "tensor" else keys

@@ -40,7 +40,8 @@ def describe(call: Any, profile: str | None, parallel: Parallel, layer: int | No
 
 
 def _header(call: Any, tensors: Any, mode: str, page_size: int, profile: str | None, parallel: Parallel, layer: int | None) -> CallHeader:
-    spec = call.plan.forward
+    # A binding over selected slots picks its variant from the scale; a dense plan has one.
+    spec = getattr(call, "spec", None) or call.plan.forward
     record = str(spec.fact("record"))
     return CallHeader(
         kernel_id=spec.kernel_id,
@@ -55,7 +56,8 @@ def _header(call: Any, tensors: Any, mode: str, page_size: int, profile: str | N
         latent_scale=float(getattr(tensors, "latent_scale", None) or 1.0),
         kv_scale=float(getattr(tensors, "kv_scale", None) or 1.0),
         q_scale=float(getattr(tensors, "q_scale", None) or 1.0),
-        window=getattr(call.plan.caps, "window", None) or None,
+        window=getattr(tensors, "window", None) or None,
+        splits=getattr(call.plan, "splits", None),
         profile=profile,
         parallel=parallel,
         layer=layer,

@@ -86,6 +86,16 @@ def test_the_smallest_failing_input_is_found_with_a_kernel(tmp_path, arch, multi
     assert smallest.output is not None
 
 
+@pytest.mark.parametrize("path", sorted((Path(__file__).parents[2] / "examples" / "captures").glob("*.in.safetensors")), ids=lambda path: path.name)
+def test_the_kernel_is_right_on_every_example(arch, path):
+    """Dense and NVFP4 examples: whatever was planted in the captured output, the kernel itself matches the reference."""
+    report = replay_capture(captures.read(path), ReplayOptions())
+    pair = next((pair for pair in report.pairs if pair.left == "kernel" and pair.right.startswith("reference")), None)
+    assert pair is not None, report.provenance
+    assert pair.matches
+    assert report.determinism == "bitwise equal over 3 runs"
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs for NCCL")
 def test_real_ranks_over_nccl(tmp_path):
     from test_dcp import saved, shards
