@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mlactl.kernels import registry
-from mlactl.kernels.mla import policy
+from mlactl.kernels.mla import policy, sparse_policy
 from mlactl.kernels.spec import CompileSpec
 
 
@@ -49,23 +49,8 @@ Envelope = DenseEnvelope | SparseEnvelope
 
 def enumerate_specs(envelope: Envelope) -> tuple[CompileSpec, ...]:
     """Every spec the envelope can launch, validated, without repeats, in a fixed order."""
-    specs = policy.dense_specs(envelope) if isinstance(envelope, DenseEnvelope) else _sparse_specs(envelope)
+    specs = policy.dense_specs(envelope) if isinstance(envelope, DenseEnvelope) else sparse_policy.sparse_specs(envelope)
     unique = tuple(dict.fromkeys(specs))
     for spec in unique:
         registry.validate(spec)
     return unique
-
-
-def _sparse_specs(envelope: SparseEnvelope) -> list[CompileSpec]:
-    specs: list[CompileSpec] = []
-    for mode in envelope.modes:
-        kernel = registry.SPARSE_PREFILL if mode == "prefill" else registry.SPARSE_DECODE
-        outputs = ("direct",) if mode == "prefill" else ("split", "direct")
-        for identity in envelope.identities:
-            for output in outputs:
-                specs.append(
-                    kernel.spec(tile="heads16", output=output, q_dtype=envelope.q_dtype, record=envelope.record, latent_scale_identity=identity)
-                )
-        if mode != "prefill":
-            specs += [registry.DENSE_MERGE.spec(groups=groups, value_width=512) for groups in policy.MERGE_GROUPS]
-    return specs

@@ -56,6 +56,14 @@ class Bump:
 
 
 @dataclass(frozen=True, slots=True)
+class Exclusion:
+    """Fact values that are each allowed and never together; a spec with all of them is refused."""
+
+    facts: Mapping[str, FactValue]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Kernel:
     """A declared kernel. `builder` is "module:function" of the traced code, None while the code is not written.
 
@@ -71,6 +79,7 @@ class Kernel:
     sources: tuple[str, ...] = ()
     builder: str | None = None
     built: Mapping[str, tuple[FactValue, ...]] = field(default_factory=dict)
+    exclusions: tuple[Exclusion, ...] = ()
 
     def spec(self, **facts: FactValue) -> CompileSpec:
         """A validated spec of the current version."""
@@ -148,7 +157,7 @@ DENSE_MERGE = Kernel(
 
 _SPARSE_RECORDS = ("nvfp4_ds_mla_432", "nvfp4_ds_mla_368", "nvfp4_ds_mla_368_per_token", "fp8_ds_mla")
 _SPARSE_FACTS = (
-    Fact("tile", str, "head groups that share a gathered chunk", ("heads16", "heads32")),
+    Fact("tile", str, "heads of one query row that share a gathered chunk", ("heads16", "heads32")),
     _OUTPUT,
     Fact("q_dtype", str, "query element type", ("bf16",)),
     Fact("record", str, "KV record, docs/nvfp4.md has the layouts", _SPARSE_RECORDS),
@@ -156,7 +165,15 @@ _SPARSE_FACTS = (
 )
 _SPARSE_SCALARS = (
     Scalar("sm_scale", "runtime", "softmax scale"),
-    Scalar("latent_scale", "identity-split", "outer scale of static NVFP4 latents; float32, finite and above 0"),
+    Scalar("latent_scale", "identity-split", "outer scale of static NVFP4 latents; float32, finite and above 0", ordinal=22),
+)
+_SPARSE_SOURCES = tuple(
+    f"mla/{name}.py"
+    for name in ("arguments", "nvfp4", "ptx", "ptx_narrow", "sparse_config", "sparse_forward", "sparse_loader", "sparse_records", "sparse_softmax")
+)
+_SPARSE_EXCLUSIONS = tuple(
+    Exclusion({"record": record, "latent_scale_identity": 0}, "records that carry their own scales have the identity variant only")
+    for record in ("nvfp4_ds_mla_368_per_token", "fp8_ds_mla")
 )
 
 SPARSE_DECODE = Kernel(
@@ -169,6 +186,10 @@ SPARSE_DECODE = Kernel(
         Bump(17, "368-byte records with FP8 RoPE"),
         Bump(18, "latent_scale_identity became a fact: identity code was replayed for real scales without it"),
     ),
+    sources=_SPARSE_SOURCES,
+    builder="mlactl.kernels.mla.sparse_forward:build",
+    built={"output": ("split",)},
+    exclusions=_SPARSE_EXCLUSIONS,
 )
 
 SPARSE_PREFILL = Kernel(
@@ -181,6 +202,10 @@ SPARSE_PREFILL = Kernel(
         Bump(3, "368-byte records with FP8 RoPE"),
         Bump(4, "latent_scale_identity became a fact: identity code was replayed for real scales without it"),
     ),
+    sources=_SPARSE_SOURCES,
+    builder="mlactl.kernels.mla.sparse_forward:build",
+    built={"output": ("direct",)},
+    exclusions=_SPARSE_EXCLUSIONS,
 )
 
 KERNELS: Mapping[str, Kernel] = {kernel.kernel_id: kernel for kernel in (DENSE_FORWARD, DENSE_MERGE, SPARSE_DECODE, SPARSE_PREFILL)}
@@ -210,6 +235,10 @@ def validate(spec: CompileSpec) -> Kernel:
         # type() and not isinstance: True is an int to Python and would hash as another fact than 1.
         if type(value) is not fact.kind or value not in fact.allowed:
             raise SpecError(f"{spec.kernel_id} {spec.version}: {fact.name}={value!r} is not one of {list(fact.allowed)}")
+    for exclusion in declared.exclusions:
+        if all(spec.fact(name) == value for name, value in exclusion.facts.items()):
+            pairs = " and ".join(f"{name}={value}" for name, value in exclusion.facts.items())
+            raise SpecError(f"{spec.kernel_id} {spec.version}: {pairs}: {exclusion.reason}")
     return declared
 
 

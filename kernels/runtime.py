@@ -29,10 +29,13 @@ class VerifiedObject:
     """The bytes of one linked object, read and digest-checked on one descriptor.
 
     `lease` keeps the entry marked as in use for as long as it is referenced (a shared lock); None on a layer that
-    cannot be locked. `origin` is where the bytes came from, for messages only: the path is never opened again.
+    cannot be locked. `origin` is where the bytes came from, for messages only: the path is never opened again. `spec` and
+    `arch` are what its manifest says they are: a launch compares them with what it asked for.
     """
 
     key: str
+    spec: CompileSpec
+    arch: str
     symbol: str
     flavour: str
     data: bytes
@@ -94,20 +97,40 @@ def recorder() -> CallRecorder | None:
     return _state.recorder
 
 
+def record_with(recorder: CallRecorder | None) -> CallRecorder | None:
+    """Changes who records calls and returns who did; loaded functions stay."""
+    previous, _state.recorder = _state.recorder, recorder
+    return previous
+
+
 def launch(spec: CompileSpec, arch: str, *, may_compile: bool = True) -> Launch:
     """The function of (spec, arch), loaded at most once a process.
 
     `may_compile=False` (inside graph capture), `freeze()` or a frozen configuration turn a miss into MissingObject.
-    Raises BadObject for an object without its symbol and EnvironmentUnfit when the loader's libraries are not there.
+    Raises BadObject for an object of another variant or without its symbol and EnvironmentUnfit when the loader's libraries are not there.
     """
     found = _loaded.get((spec, arch))
     if found is None:
         with _lock:
             found = _loaded.get((spec, arch))
             if found is None:
-                found = _load_object(_obtain(spec, arch, may_compile))
+                found = _load_object(_matching(_obtain(spec, arch, may_compile), spec, arch))
                 _loaded[spec, arch] = found
     return found[0]
+
+
+def _matching(found: VerifiedObject, spec: CompileSpec, arch: str) -> VerifiedObject:
+    """The object, if its manifest says that it is the one asked for; raises BadObject otherwise.
+
+    Identity code once served launches with real scales because a look-up left out one fact: whatever an object source
+    compares, another variant is refused here.
+    """
+    if (found.spec, found.arch) != (spec, arch):
+        raise BadObject(
+            f"{found.origin} is {found.spec.label()} for {found.arch}; asked for {spec.label()} for {arch}",
+            hint=f"mlactl cache verify; mlactl cache show {found.key}",
+        )
+    return found
 
 
 def _obtain(spec: CompileSpec, arch: str, may_compile: bool) -> VerifiedObject:

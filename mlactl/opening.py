@@ -12,8 +12,13 @@ from mlactl.kernels import runtime
 def open_runtime(cache_dir: str | None = None, *, frozen: bool | None = None) -> Store:
     """Opens the store and lets launches in this process load from it; a miss compiles unless `frozen`.
 
-    `frozen` defaults to MLACTL_FROZEN=1: a serving process that never compiles.
+    `frozen` defaults to MLACTL_FROZEN=1: a serving process that never compiles. With MLACTL_CAPTURE_DIR calls are recorded there.
     """
     store = Store.open(cache_dir)
-    runtime.configure(StoreSource(store), frozen=os.environ.get("MLACTL_FROZEN") == "1" if frozen is None else frozen)
+    recorder = None
+    if os.environ.get("MLACTL_CAPTURE_DIR"):
+        from mlactl.replay.recorder import from_environment
+
+        recorder = from_environment()
+    runtime.configure(StoreSource(store), recorder, frozen=os.environ.get("MLACTL_FROZEN") == "1" if frozen is None else frozen)
     return store

@@ -21,8 +21,8 @@ class Tolerance:
     lse: float = 2e-5
 
 
-TOLERANCES = {"bf16": Tolerance(cosine=0.9999), "fp8": Tolerance(cosine=0.9995)}
-"""By KV record."""
+TOLERANCES = {"bf16": Tolerance(cosine=0.9999), "fp8": Tolerance(cosine=0.9995), "nvfp4": Tolerance(cosine=0.9995)}
+"""By kind of KV record; every quantised sparse record counts as nvfp4."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,9 @@ def read_verified(entry: Entry) -> VerifiedObject:
             lease.close()  # not left to the traceback's frames: the entry is about to be rebuilt
         raise
     touch(entry)
-    return VerifiedObject(manifest.key, manifest.symbol, manifest.toolchain.flavour, data, str(entry.object_path), lease)
+    return VerifiedObject(
+        manifest.key, manifest.spec, manifest.arch, manifest.symbol, manifest.toolchain.flavour, data, str(entry.object_path), lease
+    )
 
 
 def _lease(entry: Entry) -> locks.Lease | None:

@@ -37,6 +37,7 @@ class _Entry:
     name: str
     target: str
     summary: str
+    hidden: bool = False
 
     def load(self) -> Any:
         """The click command; imports its module."""
@@ -63,6 +64,9 @@ ENTRIES = (
     _Entry("profile", "mlactl.cli.profile:app", "List, show and check deployment profiles"),
     _Entry("verify-scales", "mlactl.cli.scales:verify_scales", "Load and validate NVFP4 scale files and checkpoint scales"),
     _Entry("scales", "mlactl.cli.scales:scales_app", "Write outer-scale files"),
+    _Entry("replay", "mlactl.cli.replay:replay", "Run captured calls again and compare with the reference"),
+    _Entry("diff", "mlactl.cli.diff:diff", "Compare two outputs or captures"),
+    _Entry("dcp-ranks", "mlactl.cli.dcp:dcp", "One rank of torchrun -m mlactl.replay.dcp", hidden=True),
 )
 
 
@@ -73,7 +77,7 @@ class LazyGroup(TyperGroup):
         super().__init__(**attributes)
         self._entries = {entry.name: entry for entry in ENTRIES}
         for entry in ENTRIES:
-            self.add_command(TyperCommand(entry.name, help=entry.summary, short_help=entry.summary, rich_markup_mode=None))
+            self.add_command(TyperCommand(entry.name, help=entry.summary, short_help=entry.summary, hidden=entry.hidden, rich_markup_mode=None))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         """Swaps the listed stand-in for the command itself."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -77,6 +78,11 @@ OptionalKeyArgument = Annotated[str | None, typer.Argument(metavar="KEY", help="
 OptionalKeysArgument = Annotated[list[str] | None, typer.Argument(metavar="KEY...", help="Keys, or starts of them", autocompletion=complete_key)]
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print what would be done, and do nothing")]
 YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Go ahead without asking")]
+AtolOption = Annotated[float | None, typer.Option("--atol", help="Absolute tolerance of an element, instead of the table's")]
+RtolOption = Annotated[float | None, typer.Option("--rtol", help="Relative tolerance of an element, instead of the table's")]
+RowToleranceOption = Annotated[float | None, typer.Option("--row-tol", help="Tolerance as a share of a row's maximum, instead of the table's")]
+AllowNanOption = Annotated[bool, typer.Option("--allow-nan", help="NaN against NaN passes")]
+JunitOption = Annotated[Path | None, typer.Option("--junit", metavar="FILE.xml", readable=False, help="Write the report as JUnit XML too")]
 AllOption = Annotated[bool, typer.Option("--all", help="Every row, as plain lines")]
 
 
@@ -96,3 +102,16 @@ def checked_arches(values: Sequence[str] | None) -> tuple[str, ...]:
         if value not in ARCHES:
             raise UsageError(f"--arch {value} is not supported, objects are made for {', '.join(ARCHES)}", hint="mlactl warmup --help")
     return tuple(dict.fromkeys(values or ()))
+
+
+def parse_indices(option: str, text: str | None) -> tuple[int, ...] | None:
+    """`3`, `0-3,8` as sorted indices without repeats; None stays None. Raises UsageError for anything else."""
+    if text is None:
+        return None
+    found: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        if not first.isdigit() or (dash and not last.isdigit()) or (dash and int(last) < int(first)):
+            raise UsageError(f"{option} {text} is no list of indices", hint=f"{option} 3 or {option} 0-3,8")
+        found.update(range(int(first), int(last if dash else first) + 1))
+    return tuple(sorted(found))

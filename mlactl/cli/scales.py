@@ -205,9 +205,25 @@ def _scales() -> None:
     """Write outer-scale files."""
 
 
+def _measured(out: Output, source: Path) -> list[float] | None:
+    """Amplitudes by layer measured from captures; None where the source is a file of amplitudes."""
+    if not source.is_dir():
+        return None
+    from mlactl.replay.amplitudes import measure
+
+    found = measure(source)
+    out.note(f"measured {len(found.max_abs)} layers from {found.captures} captures, {found.tokens:,} tokens")
+    return list(found.max_abs)
+
+
 @scales_app.command("fit")
 def fit_command(
-    amplitudes: Annotated[Path, typer.Argument(metavar="AMPLITUDES.json", readable=False, help="max_abs of the normed latent of every layer")],
+    amplitudes: Annotated[
+        Path,
+        typer.Argument(
+            metavar="AMPLITUDES.json|CAPTURES", readable=False, help="max_abs of every layer's normed latent, or a folder of captures to measure"
+        ),
+    ],
     target: Annotated[Path, typer.Option("-o", "--out", metavar="FILE", readable=False, help="The nvfp4_ds_mla_outer_scale_v1 file to write")],
     headroom: Annotated[float, typer.Option("--headroom", help="Factor on every max_abs, for latents larger than measured")] = 1.0,
     profile: options.OptionalProfileOption = None,
@@ -222,7 +238,7 @@ def fit_command(
     out = options.make_output(output, json, quiet)
     loaded = _profile(profile) if profile is not None else None
     try:
-        fitted = fit(amplitudes, headroom, loaded)
+        fitted = fit(amplitudes, headroom, loaded, measured=_measured(out, amplitudes))
     except InvalidScales as error:
         for line in finding_lines(error.findings[1:20]):
             out.note(line)

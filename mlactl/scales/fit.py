@@ -6,6 +6,7 @@ Only v1 is written. The two schemas' quantisers differ, so there is no conversio
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,9 +34,10 @@ class Fitted:
     layers: tuple[LayerScale, ...]
 
 
-def fit(path: Path, headroom: float = 1.0, profile: Profile | None = None) -> Fitted:
+def fit(path: Path, headroom: float = 1.0, profile: Profile | None = None, *, measured: Sequence[float] | None = None) -> Fitted:
     """Reads per-layer amplitudes and computes the file; raises CannotRun, UsageError, and InvalidScales naming each fault.
 
+    `measured` holds the amplitudes by layer where they came from elsewhere (captures); `path` is then only named in messages.
     With a profile the file must also fit that deployment. With a head room over 1 the file's `max_abs` is the amplitude
     that the scale is for, as the format wants, and `measured_max_abs` and `headroom` keep what was measured.
     """
@@ -43,7 +45,7 @@ def fit(path: Path, headroom: float = 1.0, profile: Profile | None = None) -> Fi
         raise UsageError(
             f"a head room of {headroom}, expected a factor of at least 1", hint="1.1 leaves room for latents a tenth larger than measured"
         )
-    measured = _amplitudes(path)
+    measured = _amplitudes(path) if measured is None else list(measured)
     layers = []
     for layer, amplitude in enumerate(measured):
         max_abs = amplitude * headroom

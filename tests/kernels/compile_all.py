@@ -17,7 +17,9 @@ def built_specs(kernel_id: str) -> list[CompileSpec]:
     """Every spec of a kernel that has code."""
     declared = registry.kernel(kernel_id)
     values = [declared.built.get(fact.name, fact.allowed) for fact in declared.facts]
-    return [declared.spec(**dict(zip((fact.name for fact in declared.facts), chosen, strict=True))) for chosen in itertools.product(*values)]
+    chosen = [dict(zip((fact.name for fact in declared.facts), each, strict=True)) for each in itertools.product(*values)]
+    excluded = [exclusion.facts.items() for exclusion in declared.exclusions]
+    return [declared.spec(**facts) for facts in chosen if not any(pairs <= facts.items() for pairs in excluded)]
 
 
 def file_name(spec: CompileSpec) -> str:

@@ -1,0 +1,167 @@
+"""Whether a capture's tensors fit what it declares. Everything that later indexes memory is proved here first."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import TYPE_CHECKING
+
+from mlactl.kernels import registry
+from mlactl.replay.errors import BadCapture
+from mlactl.replay.header import DENSE_INPUTS, SELECTED_INPUTS
+from mlactl.replay.records import RECORDS, ROPE_ELEMENTS
+from mlactl.replay.visible import first_visible, visible_lengths
+
+if TYPE_CHECKING:
+    import torch
+
+    from mlactl.replay.capture import Capture
+
+OPTIONAL_INPUTS = ("query_cache_seqlens",)
+
+
+def check(capture: Capture, origin: str) -> None:
+    """Raises BadCapture for the first thing that does not fit, naming both sides."""
+    _check_call(capture, origin)
+    _check_names(capture, origin)
+    _check_records(capture, origin)
+    if capture.dense:
+        _check_lengths(capture, origin)
+        _check_table(capture, origin)
+    else:
+        _check_slots(capture, origin)
+    _check_result(capture, origin)
+
+
+def _check_call(capture: Capture, origin: str) -> None:
+    call, parallel = capture.call, capture.call.parallel
+    if call.record not in RECORDS:
+        raise BadCapture(f"{origin}: record layout {call.record!r} is not one of {', '.join(RECORDS)}")
+    layout = capture.layout
+    if call.scale_mode != layout.scale_mode:
+        raise BadCapture(f"{origin}: scale mode {call.scale_mode!r} declared, {layout.name} records have {layout.scale_mode!r}")
+    declared = call.facts.get("record")
+    if declared is not None and declared != call.record:
+        raise BadCapture(f"{origin}: the kernel spec says record {declared!r}, the capture says {call.record!r}")
+    for name, value in (("latent_scale", call.latent_scale), ("kv_scale", call.kv_scale), ("q_scale", call.q_scale), ("sm_scale", call.sm_scale)):
+        if not (math.isfinite(value) and value > 0):
+            raise BadCapture(f"{origin}: {name} is {value}, expected a finite number above 0")
+    if call.latent_scale != 1.0 and not layout.takes_latent_scale:
+        raise BadCapture(f"{origin}: latent_scale {call.latent_scale} with {layout.name} records, which take none but 1.0")
+    for kind, rank, world in (("TP", parallel.tp_rank, parallel.tp_world), ("DCP", parallel.dcp_rank, parallel.dcp_world)):
+        if not 0 <= rank < world:
+            raise BadCapture(f"{origin}: {kind} rank {rank} of {world}")
+    if parallel.interleave < 1 or call.page_size < 1 or (call.window is not None and call.window < 1):
+        raise BadCapture(f"{origin}: interleave {parallel.interleave}, page size {call.page_size}, window {call.window}; each must be at least 1")
+    if call.kernel_id not in registry.KERNELS:
+        raise BadCapture(f"{origin}: kernel {call.kernel_id!r} is not one of {', '.join(registry.KERNELS)}")
+
+
+def _check_names(capture: Capture, origin: str) -> None:
+    expected = DENSE_INPUTS if capture.dense else SELECTED_INPUTS
+    names = set(capture.tensors)
+    if not set(expected) <= names <= set(expected) | set(OPTIONAL_INPUTS if capture.dense else ()):
+        raise BadCapture(f"{origin}: holds {sorted(names)}, a call over {'pages' if capture.dense else 'selected slots'} has {sorted(expected)}")
+    ranks = {"q": 3, "kv_cache": 3, "page_table": 2, "indices": 2}
+    for name, tensor in capture.tensors.items():
+        if tensor.ndim != ranks.get(name, 1):
+            raise BadCapture(f"{origin}: {name} has {tensor.ndim} dimensions, expected {ranks.get(name, 1)}")
+        wanted = None if name in ("q", "kv_cache") else "int64" if name == "page_ids" else "int32"
+        found = str(tensor.dtype).removeprefix("torch.")
+        if wanted is not None and found != wanted:
+            raise BadCapture(f"{origin}: {name} is {found}, expected {wanted}")
+
+
+def _check_records(capture: Capture, origin: str) -> None:
+    layout, call = capture.layout, capture.call
+    q, kv, ids = capture.tensors["q"], capture.tensors["kv_cache"], capture.tensors["page_ids"]
+    found = str(kv.dtype).removeprefix("torch.")
+    if found != layout.dtype:
+        raise BadCapture(f"{origin}: kv_cache is {found}, {layout.name} records are {layout.dtype}")
+    width = q.shape[2] if layout.dense else layout.record_bytes
+    if kv.shape[2] != width:
+        what = f"q has {width} elements a head" if layout.dense else f"{layout.name} records have {width} bytes"
+        raise BadCapture(f"{origin}: kv_cache records have {kv.shape[2]}, {what}")
+    if not layout.dense and q.shape[2] != layout.latent + ROPE_ELEMENTS:
+        raise BadCapture(f"{origin}: q has {q.shape[2]} elements a head, {layout.name} keys have {layout.latent + ROPE_ELEMENTS}")
+    if layout.dense and q.shape[2] <= ROPE_ELEMENTS:
+        raise BadCapture(f"{origin}: q has {q.shape[2]} elements a head, a key has {ROPE_ELEMENTS} RoPE elements besides its latent")
+    if kv.shape[1] != call.page_size:
+        raise BadCapture(f"{origin}: kv_cache pages hold {kv.shape[1]} tokens, page size {call.page_size} is declared")
+    if len(ids) != kv.shape[0]:
+        raise BadCapture(f"{origin}: {len(ids)} page ids for {kv.shape[0]} pages")
+    if len(ids) and (int(ids.min()) < 0 or len(set(ids.tolist())) != len(ids)):
+        raise BadCapture(f"{origin}: page ids must differ and be at least 0, found {_first(ids, lambda value: value < 0) or 'a repeated one'}")
+
+
+def _first(tensor: torch.Tensor, wrong: object) -> str | None:
+    assert callable(wrong)
+    return next((f"{value} at index {position}" for position, value in enumerate(tensor.tolist()) if wrong(value)), None)
+
+
+def _check_lengths(capture: Capture, origin: str) -> None:
+    starts, lengths = capture.tensors["cu_seqlens_q"], capture.tensors["cache_seqlens"]
+    batch = len(lengths)
+    if len(starts) != batch + 1 or capture.tensors["page_table"].shape[0] != batch:
+        raise BadCapture(
+            f"{origin}: {batch} requests, {len(starts)} boundaries (expected {batch + 1}), {capture.tensors['page_table'].shape[0]} table rows"
+        )
+    ends = starts.tolist()
+    if ends[0] != 0 or ends[-1] != capture.rows or any(later < earlier for earlier, later in itertools.pairwise(ends)):
+        raise BadCapture(f"{origin}: request boundaries {ends[:8]} do not rise from 0 to the {capture.rows} rows of q")
+    negative = _first(lengths, lambda value: value < 0)
+    if negative:
+        raise BadCapture(f"{origin}: cache length {negative} is negative")
+    own = capture.tensors.get("query_cache_seqlens")
+    if own is not None:
+        if len(own) != capture.rows:
+            raise BadCapture(f"{origin}: {len(own)} per-query lengths for {capture.rows} rows")
+        negative = _first(own, lambda value: value < 0)
+        if negative:
+            raise BadCapture(f"{origin}: per-query length {negative} is negative")
+    per_query = capture.call.facts.get("lengths")
+    if per_query is not None and (per_query == "per_query") != (own is not None):
+        raise BadCapture(f"{origin}: the kernel spec says lengths={per_query}, the capture has {'' if own is not None else 'no '}per-query lengths")
+
+
+def _check_table(capture: Capture, origin: str) -> None:
+    table, pages, size = capture.tensors["page_table"], capture.tensors["kv_cache"].shape[0], capture.call.page_size
+    visible, ends = visible_lengths(capture), capture.boundaries
+    for request, length in enumerate(capture.tensors["cache_seqlens"].tolist()):
+        if length > table.shape[1] * size:
+            raise BadCapture(f"{origin}: request {request} holds {length} tokens, its table row reaches {table.shape[1]} pages of {size}")
+        rows = visible[ends[request] : ends[request + 1]]
+        seen = [(first_visible(count, capture.call.window), count) for count in rows if count]
+        if not seen:
+            continue
+        first, last = min(start for start, _ in seen) // size, -(-max(count for _, count in seen) // size)
+        entries = table[request, first:last]
+        wrong = ((entries < 0) | (entries >= pages)).nonzero()
+        if len(wrong):
+            column = int(wrong[0]) + first
+            raise BadCapture(
+                f"{origin}: page table entry {int(table[request, column])} at [{request}, {column}] is in the visible range; {pages} pages are stored"
+            )
+
+
+def _check_slots(capture: Capture, origin: str) -> None:
+    indices, lengths = capture.tensors["indices"], capture.tensors["lengths"]
+    if indices.shape[0] != capture.rows or len(lengths) != capture.rows:
+        raise BadCapture(f"{origin}: {capture.rows} rows of q, {indices.shape[0]} rows of indices, {len(lengths)} lengths")
+    wrong = _first(lengths, lambda value: not 0 <= value <= indices.shape[1])
+    if wrong:
+        raise BadCapture(f"{origin}: length {wrong} is outside 0 to {indices.shape[1]}, the columns of indices")
+    slots = capture.tensors["kv_cache"].shape[0] * capture.call.page_size
+    bad = ((indices < -1) | (indices >= slots)).nonzero()
+    if len(bad):
+        row, column = bad[0].tolist()
+        raise BadCapture(f"{origin}: slot {int(indices[row, column])} at [{row}, {column}], {slots} slots are stored")
+
+
+def _check_result(capture: Capture, origin: str) -> None:
+    shapes = (("output", capture.output, (capture.rows, capture.heads, capture.values)), ("lse", capture.lse, (capture.rows, capture.heads)))
+    for name, tensor, expected in shapes:
+        if tensor is not None and tuple(tensor.shape) != expected:
+            raise BadCapture(f"{origin}: {name} is {list(tensor.shape)}, the call gives {list(expected)}")
+        if tensor is not None and not tensor.is_floating_point():
+            raise BadCapture(f"{origin}: {name} is {str(tensor.dtype).removeprefix('torch.')}, expected floating point")

@@ -1,0 +1,1 @@
+"""Other tools' recordings of MLA calls, turned into captures where they hold enough."""

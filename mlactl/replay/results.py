@@ -1,0 +1,70 @@
+"""Comparing the results of attention calls: which tolerance, what the coordinates are called, which base an LSE is in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mlactl.replay import tolerances
+from mlactl.replay.compare import Axes, Comparison, compare
+
+if TYPE_CHECKING:
+    import torch
+
+    from mlactl.replay.capture import Capture
+
+
+@dataclass(frozen=True, slots=True)
+class Strictness:
+    """Tolerances instead of the table's, and whether NaN against NaN passes."""
+
+    atol: float | None = None
+    rtol: float | None = None
+    row: float | None = None
+    allow_nan: bool = False
+
+
+def natural_lse(lse: torch.Tensor, base: str) -> torch.Tensor:
+    """A log-sum-exp as natural logarithm, from the base it was declared in."""
+    return lse if base == "natural" else lse.float() * math.log(2)
+
+
+def call_axes(capture: Capture, rows: Sequence[int] | None = None, heads: Sequence[int] | None = None) -> Axes:
+    """Names of an output's coordinates: request, row, head, dim; `rows` and `heads` are those a slice kept, in order."""
+    requests = capture.requests
+    kept = tuple(rows) if rows is not None else tuple(range(capture.rows))
+    origin = (kept if rows is not None else None, tuple(heads) if heads is not None else None)
+    return Axes(("row", "head", "dim"), "request", tuple(requests[row] for row in kept), origin)
+
+
+def result_comparisons(
+    record: str,
+    mode: str,
+    output: tuple[torch.Tensor, torch.Tensor] | None,
+    lse: tuple[torch.Tensor, torch.Tensor] | None,
+    axes: Axes,
+    options: Strictness,
+    *,
+    merged: bool = False,
+) -> tuple[Comparison, ...]:
+    """Output and LSE pairs (judged, right) against the table's tolerances, LSE apart; both LSEs natural."""
+    found = []
+    if output is not None:
+        base = tolerances.for_merged_output() if merged else tolerances.for_output(record, mode)
+        tolerance = tolerances.overridden(base, atol=options.atol, rtol=options.rtol, row=options.row)
+        found.append(compare(output[0], output[1], tolerance, name="output", axes=axes, allow_nan=options.allow_nan))
+    if lse is not None:
+        # A tolerance typed for the output says nothing about LSE.
+        found.append(
+            compare(
+                lse[0],
+                lse[1],
+                tolerances.for_lse(merged=merged),
+                name="lse",
+                axes=Axes(axes.names[:2], axes.group_name, axes.groups, axes.origin[:2]),
+                allow_nan=options.allow_nan,
+            )
+        )
+    return tuple(found)
