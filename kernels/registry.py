@@ -183,7 +183,21 @@ SPARSE_PREFILL = Kernel(
     ),
 )
 
-KERNELS: Mapping[str, Kernel] = {kernel.kernel_id: kernel for kernel in (DENSE_FORWARD, DENSE_MERGE, SPARSE_DECODE, SPARSE_PREFILL)}
+MMA_PEAK = Kernel(
+    kernel_id="bench.mma_peak",
+    version=1,
+    facts=(
+        Fact("chains", int, "independent chains of products a warp", (8,)),
+        Fact("warps", int, "warps a block", (8,)),
+    ),
+    scalars=(),
+    history=(Bump(1, "bf16 m16n8k16 products on registers, the ceiling that mlactl bench compares with"),),
+    sources=("mla/arguments.py", "mla/mma_peak.py", "mla/ptx.py"),
+    builder="mlactl.kernels.mla.mma_peak:build",
+)
+"""No attention: what a card's mma.sync can do. A kernel like the others, so that a node without a compiler can have it too."""
+
+KERNELS: Mapping[str, Kernel] = {kernel.kernel_id: kernel for kernel in (DENSE_FORWARD, DENSE_MERGE, SPARSE_DECODE, SPARSE_PREFILL, MMA_PEAK)}
 
 
 def kernel(kernel_id: str) -> Kernel:
