@@ -26,14 +26,19 @@ _STRIDE_ELEMENTS = 8
 class DenseTensors:
     """Tensors of one dense MLA launch, all on one CUDA device.
 
-    q: [total_q, H, 576] bf16, last dim contiguous.
-    kv_cache: [pages, page_size, width >= 576] bf16, last dim contiguous: latent 512, then RoPE 64.
+    q: [total_q, H, width] bf16, or E4M3 over an E4M3 cache, last dim contiguous. Over an E4M3 cache the products are
+    f16: elements of q past +-65,504 overflow.
+    kv_cache: [pages, page_size, >= width] bf16 or E4M3, last dim contiguous: latent 512 (1,024), then RoPE 64.
     page_table: [requests, width] int32, last dim contiguous; entries past a request's length are never read.
     cache_seqlens: [requests] int32; the cache already holds the new rows; 0 marks a padding request.
-    output: [total_q, H, 512] bf16, last dim contiguous. lse: [total_q, H] fp32 contiguous, natural logarithm.
+    output: [total_q, H, latent] bf16, last dim contiguous. lse: [total_q, H] fp32 contiguous, natural logarithm.
     scratch: [plan.scratch_bytes] uint8, contents irrelevant; None when the plan needs none.
     cu_seqlens_q: [requests + 1] int32, needed for extend; optional for verify, where a request may have fewer rows. Rows
     of q past the last boundary are padding: output 0, LSE -inf.
+    query_cache_seqlens: [total_q] int32, each row's own visible length, clamped by the request's cache length; for
+    plans with per-query lengths, whose requests all have the plan's rows, and for no others.
+    sm_scale: softmax scale; kv_scale, q_scale: scalar scales of E4M3 elements (1.0 over bf16); window: keys a row sees
+    at most, for plans with windows.
     host_cache_seqlens, host_cu_seqlens_q: the same numbers on the host, checked by `bind` where given; without them
     `validate` reads the device's.
     """
@@ -50,6 +55,9 @@ class DenseTensors:
     host_cache_seqlens: Sequence[int] | None = None
     host_cu_seqlens_q: Sequence[int] | None = None
     sm_scale: float = DEFAULT_SM_SCALE
+    kv_scale: float = 1.0
+    q_scale: float = 1.0
+    window: int | None = None
 
 
 @dataclass(slots=True)

@@ -29,7 +29,9 @@ class DenseCaps:
     mode: `decode` (one row a request), `verify` (`rows` rows a request), `extend` (at most `rows` rows a request);
     heads: query heads the kernel sees, after any gather; max_requests: requests a launch; max_tokens: longest cache length;
     page_size: tokens a page, 1 or a multiple of 16; multiprocessors and arch: of the device the plan is for;
-    max_query_rows: query rows of a whole launch (default max_requests * rows).
+    max_query_rows: query rows of a whole launch (default max_requests * rows); per_query: verify rows carry their own
+    visible lengths; window: rows see only the last `DenseTensors.window` of their visible keys; sparse: chunk selection;
+    splits: forces that many splits a unit instead of the policy's budget (1: none), for measurements.
     """
 
     mode: str
@@ -46,6 +48,8 @@ class DenseCaps:
     width: int = 576
     per_query: bool = False
     window: bool = False
+    sparse: policy.SparsePolicy | None = None
+    splits: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,11 +5,14 @@ Imports neither torch nor the compiler.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mlactl.kernels import registry
+from mlactl.kernels.errors import PlanError
 from mlactl.kernels.mla.config import CHUNK_TOKENS, TILE_ROWS
 from mlactl.kernels.mla.records import LATENT_ELEMENTS
+from mlactl.kernels.mla.selection import SELECTION_TOKENS, check_selection, dynamic_sparse_chunk_indices
 from mlactl.kernels.spec import CompileSpec
 
 if TYPE_CHECKING:
@@ -24,8 +27,47 @@ MERGE_GROUPS = (1, 8)
 _FINE_SPLITS = 4
 """Splits a processor when there are more units than processors: pieces small enough that the last wave is short."""
 
+_LARGEST_NUMBER = 2**30
+"""Largest number of a sparse policy: the device computes with 32 bits."""
+
 _WALKED_SPLITS = 24
 """Splits that one group of the merge walks in three batches of loads; more are faster side by side."""
+
+
+@dataclass(frozen=True, slots=True)
+class SparsePolicy:
+    """The opt-in selection of 64-token chunks, row by row. It changes what is computed: off unless asked for.
+
+    A row whose visible length is at most `min_tokens`, and every row while visible % refresh_interval < rows a request
+    (refresh_interval 0: never), attends every chunk. Raises PlanError for numbers that select nothing sensible.
+    """
+
+    stride: int
+    sink_chunks: int
+    recent_chunks: int
+    min_tokens: int = 0
+    refresh_interval: int = 0
+
+    def __post_init__(self) -> None:
+        check_selection(self.stride, self.sink_chunks, self.recent_chunks)
+        for name in ("min_tokens", "refresh_interval"):
+            if getattr(self, name) < 0:
+                raise PlanError(f"{name} must be at least 0, got {getattr(self, name)}")
+        for name in ("stride", "sink_chunks", "recent_chunks", "min_tokens", "refresh_interval"):
+            if getattr(self, name) > _LARGEST_NUMBER:
+                raise PlanError(f"{name} must be at most {_LARGEST_NUMBER}, got {getattr(self, name)}")
+
+    def active(self, visible: int, rows: int) -> bool:
+        """Whether a row that sees `visible` tokens, of a plan of `rows` rows a request, selects."""
+        refreshing = self.refresh_interval > 0 and visible % self.refresh_interval < rows
+        return self.stride > 1 and visible > self.min_tokens and not refreshing
+
+    def chunks(self, visible: int, rows: int) -> tuple[int, ...]:
+        """The 64-token chunks that a row attends, from its own visible length."""
+        count = -(-visible // SELECTION_TOKENS)
+        if not self.active(visible, rows):
+            return tuple(range(count))
+        return dynamic_sparse_chunk_indices(count, self.stride, self.sink_chunks, self.recent_chunks)
 
 
 def tile_for(mode: str, packed_rows: int) -> str:
