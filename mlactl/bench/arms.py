@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from mlactl.bench.floors import Work
 from mlactl.bench.shapes import Layout, Shape
 from mlactl.errors import UsageError
 from mlactl.kernels.errors import PlanError
@@ -38,10 +39,14 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """One arm of one shape. `plan` is None when the capacities were refused; `reason` says why it cannot run."""
+    """One arm of one shape. `plan` is None when the capacities were refused; `reason` says why it cannot run.
+
+    `work` is what its launch cannot avoid: less than the others' where chunks are selected.
+    """
 
     arm: str
     plan: DensePlan | None
+    work: Work
     state: str
     reason: str | None = None
 
@@ -65,7 +70,7 @@ def chosen_arms(text: str | None, sparse: SparsePolicy | None) -> tuple[str, ...
         return None
     names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
     for name in names:
-        if name not in ARMS and not _SPLIT.fullmatch(name) or name == "tiled_s<N>":
+        if _SPLIT.fullmatch(name) is None and (name not in ARMS or "<" in name):
             raise UsageError(f"--arms {name!r} is not one of {', '.join(ARMS)}", hint="--arms deployed,tiled,tiled_s4")
     if "tiled_sparse" in names and (sparse is None or sparse.stride == 1):
         raise UsageError("--arms tiled_sparse needs a chunk selection with a stride over 1", hint="--sparse STRIDE,SINK,RECENT,MIN_TOKENS")
@@ -103,18 +108,24 @@ def splits_of(plan: DensePlan) -> int:
 
 def plan_arm(name: str, shape: Shape, layout: Layout, target: Target, sparse: SparsePolicy | None) -> Planned:
     """One arm, planned; what cannot be planned or has no code yet says so in its state."""
-    caps = _caps(name, shape, layout, target, sparse)
+    return planned(name, _caps(name, shape, layout, target, sparse), shape, layout)
+
+
+def planned(name: str, caps: DenseCaps, shape: Shape, layout: Layout) -> Planned:
+    """The plan of these capacities under a name."""
+    work = layout.work(shape) if caps.sparse is None else layout.sparse_work(shape, caps.sparse)
     try:
         plan = planner.plan(caps)
     except PlanError as error:
-        return Planned(name, None, REFUSED, error.message)
+        return Planned(name, None, work, REFUSED, error.message)
     reasons = [reason for spec in plan.specs if (reason := not_built(spec)) is not None]
-    return Planned(name, plan, NOT_BUILT if reasons else PLANNED, reasons[0] if reasons else None)
+    return Planned(name, plan, work, NOT_BUILT if reasons else PLANNED, reasons[0] if reasons else None)
 
 
-def _caps(name: str, shape: Shape, layout: Layout, target: Target, sparse: SparsePolicy | None) -> DenseCaps:
-    tiled = DenseCaps(
-        mode="verify",
+def caps_of(shape: Shape, layout: Layout, target: Target) -> DenseCaps:
+    """Capacities of exactly that launch, as the policy plans it."""
+    return DenseCaps(
+        mode=shape.mode,
         heads=shape.heads,
         max_requests=shape.requests,
         max_tokens=max(shape.lengths()),
@@ -127,6 +138,10 @@ def _caps(name: str, shape: Shape, layout: Layout, target: Target, sparse: Spars
         width=layout.width,
         per_query=layout.per_query,
     )
+
+
+def _caps(name: str, shape: Shape, layout: Layout, target: Target, sparse: SparsePolicy | None) -> DenseCaps:
+    tiled = caps_of(shape, layout, target)
     if name == DEPLOYED:
         return replace(tiled, mode="decode", max_requests=shape.requests * shape.rows, rows=1, per_query=False)
     if name == "row_specialized":

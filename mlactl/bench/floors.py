@@ -6,7 +6,6 @@ plus query and output. A launch is reported as a share of the larger floor.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mlactl.kernels.mla.records import DenseRecord
@@ -48,14 +47,15 @@ class Floors:
         return "memory" if self.memory_us >= self.mma_us else "mma"
 
 
-def dense_work(lengths: Sequence[int], row_counts: Sequence[int], heads: int, record: DenseRecord, q_element_bytes: int) -> Work:
-    """FLOP and bytes of one dense MLA launch over requests of these cache lengths and query rows."""
-    rows = sum(row_counts)
-    products = sum(length * count for length, count in zip(lengths, row_counts, strict=True))
+def dense_work(kv_tokens: int, row_tokens: int, rows: int, heads: int, record: DenseRecord, q_element_bytes: int) -> Work:
+    """FLOP and bytes of one dense MLA launch.
+
+    kv_tokens: records read, each once; row_tokens: the sum over query rows of the tokens each attends; rows: query rows.
+    """
     query_bytes, output_bytes = record.width * q_element_bytes, record.latent * OUTPUT_ELEMENT_BYTES
     return Work(
-        flop=products * heads * 2 * (record.width + record.latent),
-        moved_bytes=sum(lengths) * record.record_bytes + rows * heads * (query_bytes + output_bytes),
+        flop=row_tokens * heads * 2 * (record.width + record.latent),
+        moved_bytes=kv_tokens * record.record_bytes + rows * heads * (query_bytes + output_bytes),
     )
 
 

@@ -12,15 +12,11 @@ from dataclasses import dataclass, field
 
 import torch
 
+from mlactl.bench.method import FLUSH_BYTES, WARM_ROUNDS
 from mlactl.kernels import runtime
 from mlactl.kernels.runtime import Launch
 from mlactl.kernels.spec import CompileSpec
 
-FLUSH_BYTES = 256 << 20
-MIN_SAMPLES = 21
-"""Fewer samples have no median worth printing."""
-
-_WARM_ROUNDS = 3
 _COPY_BYTES, _COPY_ROUNDS = 2 << 30, 5
 _FLOP_PER_MMA = 2 * 16 * 8 * 16
 _BLOCKS_PER_PROCESSOR = 2
@@ -35,11 +31,6 @@ class Timed:
     samples_us: list[float] = field(default_factory=list)
 
 
-def method(samples: int) -> str:
-    """The method in a line, for records."""
-    return f"CUDA-graph replay, {FLUSH_BYTES >> 20} MiB written between replays, median of {samples}, arms in rotated order, gate before timing"
-
-
 def capture(name: str, run: Callable[[], object]) -> Timed:
     """Runs once to load everything, then captures `run` in a graph."""
     run()
@@ -52,12 +43,12 @@ def capture(name: str, run: Callable[[], object]) -> Timed:
 def sample(timed: Sequence[Timed], samples: int, on_round: Callable[[], None] = lambda: None) -> None:
     """Adds `samples` samples to each, after a few rounds that are thrown away; each round starts with another one."""
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
-    for turn in range(_WARM_ROUNDS + samples):
+    for turn in range(WARM_ROUNDS + samples):
         first = turn % len(timed)
         for one in (*timed[first:], *timed[:first]):
             flush.fill_(turn % 250)
             elapsed_us = _replay_us(one.graph)
-            if turn >= _WARM_ROUNDS:
+            if turn >= WARM_ROUNDS:
                 one.samples_us.append(elapsed_us)
         on_round()
 
@@ -67,12 +58,12 @@ def _replay_us(graph: torch.cuda.CUDAGraph) -> float:
 
 
 def _elapsed_s(run: Callable[[], object]) -> float:
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     start.record()
     run()
     end.record()
     torch.cuda.synchronize()
-    return start.elapsed_time(end) * 1e-3
+    return float(start.elapsed_time(end)) * 1e-3
 
 
 def copy_bytes_per_s() -> float:

@@ -26,7 +26,7 @@ DIRECTIONS = {
 _DISTRIBUTIONS = ("mlactl", "torch", "nvidia-cutlass-dsl", "apache-tvm-ffi")
 
 
-def document(bench: Bench, *, command: Sequence[str], commit: str | None, method: str) -> dict[str, Any]:
+def document(bench: Bench, *, command: str, commit: str | None, method: str) -> dict[str, Any]:
     """The whole record, without a schema version (the writer's)."""
     specs = dict.fromkeys(spec for result in bench.shapes for arm in result.arms if arm.planned.plan is not None for spec in arm.planned.plan.specs)
     return {
@@ -46,11 +46,11 @@ def document(bench: Bench, *, command: Sequence[str], commit: str | None, method
     }
 
 
-def provenance(command: Sequence[str], commit: str | None, specs: Sequence[CompileSpec], *, with_driver: bool = True) -> dict[str, Any]:
+def provenance(command: str, commit: str | None, specs: Sequence[CompileSpec], *, with_driver: bool = True) -> dict[str, Any]:
     """Command, time, commit, digests of the kernels' sources, driver and versions of what ran."""
     kernels = sorted({spec.kernel_id for spec in specs})
     return {
-        "command": " ".join(command),
+        "command": command,
         "created": f"{datetime.now(UTC).isoformat()[:19]}Z",
         "commit": commit or commit_here(),
         "sources": {kernel: registry.sources_digest(kernel) for kernel in kernels},
@@ -85,7 +85,9 @@ def _arm(result: ShapeResult, arm: ArmResult) -> dict[str, Any]:
         "specs": [] if plan is None else [spec.as_json() for spec in plan.specs],
         "gate": None if arm.gate is None else dict(arm.gate),
         "median_us": arm.median_us,
-        "share_of_floor": result.share_of_floor(arm),
+        "memory_floor_us": arm.floors.memory_us,
+        "mma_floor_us": arm.floors.mma_us,
+        "share_of_floor": arm.share_of_floor,
         "ratio_to_deployed": result.ratio_to_deployed(arm),
         "samples_us": list(arm.samples_us),
     }

@@ -21,6 +21,7 @@ class ArmResult:
     """
 
     planned: Planned
+    floors: Floors
     state: str
     reason: str | None = None
     gate: Mapping[str, float] | None = None
@@ -31,18 +32,19 @@ class ArmResult:
         """Median of the samples."""
         return statistics.median(self.samples_us) if self.samples_us else None
 
+    @property
+    def share_of_floor(self) -> float | None:
+        """Larger floor / median: higher is better, 1 is the floor."""
+        return None if self.median_us is None else self.floors.larger_us / self.median_us
+
 
 @dataclass(frozen=True, slots=True)
 class ShapeResult:
-    """One shape: its floors and its arms in the order they were asked for."""
+    """One shape: the floors of an exact launch, and its arms in the order they were asked for."""
 
     shape: Shape
     floors: Floors
     arms: tuple[ArmResult, ...]
-
-    def share_of_floor(self, arm: ArmResult) -> float | None:
-        """Larger floor / median: higher is better, 1 is the floor."""
-        return None if arm.median_us is None else self.floors.larger_us / arm.median_us
 
     def ratio_to_deployed(self, arm: ArmResult) -> float | None:
         """Median / the deployed arm's median: lower is better; None where either was not timed."""

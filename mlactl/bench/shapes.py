@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from mlactl.bench.floors import Work, dense_work
 from mlactl.errors import UsageError
 from mlactl.kernels.envelope import DenseEnvelope
+from mlactl.kernels.mla.policy import SparsePolicy
 from mlactl.kernels.mla.records import DenseRecord, dense_record
+from mlactl.kernels.mla.selection import SELECTION_TOKENS
 from mlactl.profiles import Profile
 
 NOTATION = "REQUESTSxROWSxHHEADSxTOKENS"
@@ -54,7 +56,7 @@ class Shape:
         return lengths
 
 
-VERIFY_SHAPES = (
+VERIFY_SHAPES: tuple[Shape, ...] = (
     Shape("verify", 16, 4, 8, 8192),
     Shape("verify", 8, 4, 16, 8192),
     Shape("verify", 8, 4, 64, 8192),
@@ -81,8 +83,26 @@ class Layout:
         return dense_record(self.record, self.width)
 
     def work(self, shape: Shape) -> Work:
-        """What a launch of that shape cannot avoid."""
-        return dense_work(shape.lengths(), [shape.rows] * shape.requests, shape.heads, self.kv_record, _Q_ELEMENT_BYTES[self.q_dtype])
+        """What an exact launch of that shape cannot avoid; every row is counted with its whole request."""
+        tokens = sum(shape.lengths())
+        return self._work(shape, tokens, tokens * shape.rows)
+
+    def sparse_work(self, shape: Shape, sparse: SparsePolicy) -> Work:
+        """The same for the strided selection: the chunks that any row of a request selects, and each row's own."""
+        kv_tokens = row_tokens = 0
+        for length in shape.lengths():
+            read: set[int] = set()
+            for row in range(shape.rows):
+                visible = max(length - shape.rows + row + 1, 0)
+                chunks = sparse.chunks(visible, shape.rows)
+                row_tokens += sum(min(SELECTION_TOKENS, visible - chunk * SELECTION_TOKENS) for chunk in chunks)
+                read.update(chunks)
+            kv_tokens += sum(min(SELECTION_TOKENS, length - chunk * SELECTION_TOKENS) for chunk in read)
+        return self._work(shape, kv_tokens, row_tokens)
+
+    def _work(self, shape: Shape, kv_tokens: int, row_tokens: int) -> Work:
+        rows = shape.requests * shape.rows
+        return dense_work(kv_tokens, row_tokens, rows, shape.heads, self.kv_record, _Q_ELEMENT_BYTES[self.q_dtype])
 
 
 def parse_shapes(text: str) -> tuple[Shape, ...]:
@@ -99,18 +119,32 @@ def parse_shapes(text: str) -> tuple[Shape, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def of_profile(profile: Profile) -> tuple[tuple[Shape, ...], Layout]:
-    """The verify launches of a deployment: one request and its most, at the longest shard of the context.
+def parse_sparse(text: str) -> SparsePolicy:
+    """`STRIDE,SINK,RECENT,MIN_TOKENS` or with `,REFRESH` behind it; raises UsageError."""
+    parts = text.split(",")
+    if len(parts) not in (4, 5) or not all(part.strip().isdigit() for part in parts):
+        raise UsageError(f"--sparse {text!r} is not STRIDE,SINK,RECENT,MIN_TOKENS[,REFRESH]", hint="--sparse 4,1,2,4096: chunks are 64 tokens")
+    return SparsePolicy(*(int(part) for part in parts))
 
-    Raises UsageError for a profile whose attention has no dense verify launch or that gives no context length.
-    """
+
+def layout_of(profile: Profile) -> tuple[Layout, SparsePolicy | None]:
+    """How a deployment stores KV, and its chunk selection. Raises UsageError for attention that has no dense verify launch."""
     (envelope,) = profile.envelopes()
     if not isinstance(envelope, DenseEnvelope) or not envelope.verify_rows:
         what = "reads selected slots, not whole pages" if profile.sparse else f"has modes {', '.join(profile.serving.modes)}"
-        raise UsageError(f"profile {profile.name} {what}: it has no verify plan", hint="mlactl profile ls; or give --shapes")
+        raise UsageError(f"profile {profile.name} {what}: it has no verify plan", hint="mlactl profile ls; or give --shapes without a profile")
+    chosen = profile.serving.sparse_policy
+    sparse = None if chosen is None else SparsePolicy(**asdict(chosen))
+    return Layout(envelope.record, envelope.q_dtype, envelope.width, profile.kv.page_size, envelope.per_query), sparse
+
+
+def shapes_of(profile: Profile) -> tuple[Shape, ...]:
+    """The verify launches of a deployment: one request and its most, at the longest shard of the context.
+
+    Raises UsageError for a profile that gives no context length.
+    """
     tokens = profile.local_shard_tokens
     if tokens is None:
-        raise UsageError(f"profile {profile.name} has no serving.max_context, which says how long requests get", hint="give --shapes instead")
+        raise UsageError(f"profile {profile.name} has no serving.max_context, which says how long requests get", hint="give --shapes as well")
     counts = sorted({1, profile.serving.max_sequences or 1})
-    shapes = tuple(Shape("verify", requests, rows, envelope.heads, tokens) for rows in envelope.verify_rows for requests in counts)
-    return shapes, Layout(envelope.record, envelope.q_dtype, envelope.width, profile.kv.page_size, envelope.per_query)
+    return tuple(Shape("verify", requests, rows + 1, profile.kernel_heads, tokens) for rows in profile.serving.draft_rows for requests in counts)

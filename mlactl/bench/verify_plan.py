@@ -43,26 +43,29 @@ def measure_shape(
     timed = []
     for planned in arms:
         progress(f"{shape.name} {planned.arm}: gate")
-        results[planned.arm], ready = _gate(pool, layout, planned, right)
+        results[planned.arm], ready = _gate(pool, layout, planned, rates, right)
         timed += ready
     if timed:
         progress(f"{shape.name}: timing")
         measure.sample(timed, samples)
     for one in timed:
         gated = results[one.name]
-        results[one.name] = ArmResult(gated.planned, TIMED, None, gated.gate, tuple(one.samples_us))
+        results[one.name] = ArmResult(gated.planned, gated.floors, TIMED, None, gated.gate, tuple(one.samples_us))
     return ShapeResult(shape, floors(layout.work(shape), rates), tuple(results[planned.arm] for planned in arms))
 
 
-def _gate(pool: Pool, layout: Layout, planned: Planned, right: tuple[torch.Tensor, torch.Tensor]) -> tuple[ArmResult, list[measure.Timed]]:
+def _gate(
+    pool: Pool, layout: Layout, planned: Planned, rates: Rates, right: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[ArmResult, list[measure.Timed]]:
     """The arm's verdict, and its captured launch when it passed."""
+    limits = floors(planned.work, rates)
     if not planned.runs:
-        return ArmResult(planned, planned.state, planned.reason), []
+        return ArmResult(planned, limits, planned.state, planned.reason), []
     bound = batch.bind(pool, planned)
     verdict = batch.judge(bound, right, layout.record)
     if not verdict.passed:
-        return ArmResult(planned, GATE, "; ".join(verdict.failures), gate_json(verdict)), []
-    return ArmResult(planned, TIMED, None, gate_json(verdict)), [measure.capture(planned.arm, bound.binding.run)]
+        return ArmResult(planned, limits, GATE, "; ".join(verdict.failures), gate_json(verdict)), []
+    return ArmResult(planned, limits, TIMED, None, gate_json(verdict)), [measure.capture(planned.arm, bound.binding.run)]
 
 
 def bench(

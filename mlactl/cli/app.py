@@ -63,6 +63,7 @@ ENTRIES = (
     _Entry("profile", "mlactl.cli.profile:app", "List, show and check deployment profiles"),
     _Entry("verify-scales", "mlactl.cli.scales:verify_scales", "Load and validate NVFP4 scale files and checkpoint scales"),
     _Entry("scales", "mlactl.cli.scales:scales_app", "Write outer-scale files"),
+    _Entry("bench", "mlactl.cli.bench:app", "Time the arms of the verify plan, correctness first"),
 )
 
 
