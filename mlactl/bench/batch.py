@@ -14,6 +14,14 @@ from mlactl.bench.shapes import Layout, Shape
 from mlactl.kernels.mla import gate, reference
 from mlactl.kernels.mla.dense import DenseBinding, DenseTensors
 from mlactl.kernels.mla.planner import DEFAULT_SM_SCALE, DensePlan
+from mlactl.kernels.mla.policy import SparsePolicy
+
+_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "e4m3": torch.float8_e4m3fn}
+_SCALES = {"bf16": 1.0, "fp8": 0.037, "e4m3": 0.11}
+"""Scalar scales by record and query type; no powers of two, so that one that is dropped or doubled is seen."""
+
+_LARGEST_E4M3 = 448.0
+_PAGES_AT_ONCE = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +33,8 @@ class Pool:
     table: torch.Tensor
     lengths: tuple[int, ...]
     row_counts: tuple[int, ...]
+    kv_scale: float
+    q_scale: float
 
     @property
     def boundaries(self) -> tuple[int, ...]:
@@ -64,15 +74,14 @@ def make_pool(shape: Shape, layout: Layout, *, device: str = "cuda", seed: int =
     table = torch.full((len(lengths), max(entries)), -1, dtype=torch.int32, device=device)
     for request, start in enumerate((0, *itertools.accumulate(entries[:-1]))):
         table[request, : entries[request]] = pages[start : start + entries[request]]
-    kv = torch.empty(used + 2, page, layout.width, dtype=torch.bfloat16, device=device)
+    kv_scale, q_scale = _SCALES[layout.record], _SCALES[layout.q_dtype]
+    kv = torch.empty(used + 2, page, layout.width, dtype=_DTYPES[layout.record], device=device)
     for first in range(0, used + 2, _PAGES_AT_ONCE):  # fp32 noise of a whole pool would take twice its memory
         part = kv[first : first + _PAGES_AT_ONCE]
-        part.copy_(torch.randn(part.shape, generator=generator, device=device) * 0.5)
-    q = (torch.randn(shape.requests * shape.rows, shape.heads, layout.width, generator=generator, device=device) * 2).bfloat16()
-    return Pool(q, kv, table, tuple(lengths), (shape.rows,) * shape.requests)
-
-
-_PAGES_AT_ONCE = 4096
+        part.copy_((torch.randn(part.shape, generator=generator, device=device) * (0.5 / kv_scale)).clamp(-_LARGEST_E4M3, _LARGEST_E4M3))
+    noise = torch.randn(shape.requests * shape.rows, shape.heads, layout.width, generator=generator, device=device)
+    q = (noise * (2 / q_scale)).clamp(-_LARGEST_E4M3, _LARGEST_E4M3).to(_DTYPES[layout.q_dtype])
+    return Pool(q, kv, table, tuple(lengths), (shape.rows,) * shape.requests, kv_scale, q_scale)
 
 
 def bind(pool: Pool, planned: Planned) -> Bound:
@@ -113,12 +122,26 @@ def _tensors(
         query_cache_seqlens=on_device(visible),
         host_cache_seqlens=lengths,
         host_cu_seqlens_q=boundaries,
+        kv_scale=pool.kv_scale,
+        q_scale=pool.q_scale,
     )
 
 
-def expected(pool: Pool, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
-    """(output, lse) of the fp32 reference over the pool."""
-    return reference.dense_mla(pool.q, pool.kv, pool.table, pool.lengths, pool.boundaries, DEFAULT_SM_SCALE, width=layout.width)
+def expected(pool: Pool, layout: Layout, sparse: SparsePolicy | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """(output, lse) of the fp32 reference over the pool, exact or with the strided selection."""
+    return reference.dense_mla(
+        pool.q,
+        pool.kv,
+        pool.table,
+        pool.lengths,
+        pool.boundaries,
+        DEFAULT_SM_SCALE,
+        width=layout.width,
+        sparse=sparse,
+        sparse_rows=max(pool.row_counts),
+        kv_scale=pool.kv_scale,
+        q_scale=pool.q_scale,
+    )
 
 
 def judge(bound: Bound, right: tuple[torch.Tensor, torch.Tensor], record: str) -> gate.Verdict:

@@ -6,12 +6,15 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from mlactl.bench.results import Bench, ShapeResult
+from mlactl.bench.arms import PLANNED
+from mlactl.bench.floors import Floors
+from mlactl.bench.results import TIMED, ArmResult, Bench, ShapeResult
 from mlactl.errors import CannotRun, UsageError
 
 SUFFIX = ".png"
 _COLUMNS = 2
-_ROW_INCHES, _PANEL_INCHES = 0.32, 1.15
+_ROW_INCHES, _PANEL_INCHES = 0.36, 0.9
+_MEMORY, _MMA = "C1", "C3"
 
 
 def require(target: Path) -> None:
@@ -36,10 +39,10 @@ def write_png(target: Path, bench: Bench) -> None:
         _panel(panel, result)
     for panel in list(panels)[len(bench.shapes) :]:
         panel.set_axis_off()
-    what = "floors computed, nothing was run" if bench.computed else "median, line from fastest to slowest sample"
+    what = "floors computed, nothing was run" if bench.computed else "black line from fastest to slowest sample"
     figure.suptitle(f"Verify plan on {bench.card}: {what}")
-    handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(handles), frameon=False)
+    shown = {label: handle for axes in figure.axes for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    figure.legend([*shown.values()], [*shown], loc="outside lower center", ncols=len(shown), frameon=False)
     try:
         figure.savefig(target)
     except OSError as error:
@@ -47,22 +50,31 @@ def write_png(target: Path, bench: Bench) -> None:
 
 
 def _panel(panel: Any, result: ShapeResult) -> None:
-    names = [arm.planned.arm for arm in result.arms]
-    places = list(range(len(names)))
-    reach = max([result.floors.larger_us, *(max(arm.samples_us) for arm in result.arms if arm.samples_us)])
-    for place, arm in zip(places, result.arms, strict=True):
+    reach = max([*(arm.floors.larger_us for arm in result.arms), *(max(arm.samples_us) for arm in result.arms if arm.samples_us)])
+    for place, arm in enumerate(result.arms):
         if arm.median_us is None:
-            text = arm.state if arm.reason is None else f"{arm.state}: {arm.reason}"
-            panel.text(reach * 0.02, place, text[:48], va="center", fontsize=8, color="0.35")
-            continue
-        panel.barh(place, arm.median_us, height=0.62, color="C0")
-        panel.hlines(place, min(arm.samples_us), max(arm.samples_us), color="black", linewidth=1.5)
-        panel.text(arm.median_us + reach * 0.02, place + 0.33, f"{arm.median_us:.1f}", va="center", fontsize=8)
-    panel.axvline(result.floors.memory_us, color="C1", linestyle="--", label="memory floor")
-    panel.axvline(result.floors.mma_us, color="C3", linestyle=":", label="mma.sync floor")
-    panel.set_yticks(places, names)
-    panel.set_ylim(len(names) - 0.5, -0.5)
-    panel.set_xlim(0, reach * 1.18)
+            _floor_bars(panel, place, arm.floors, reach)
+        else:
+            panel.barh(place, arm.median_us, height=0.62, color="C0", label="median")
+            panel.hlines(place, min(arm.samples_us), max(arm.samples_us), color="black", linewidth=1.5)
+            panel.vlines(arm.floors.memory_us, place - 0.42, place + 0.42, color=_MEMORY, linewidth=2.5, label="memory floor")
+            panel.vlines(arm.floors.mma_us, place - 0.42, place + 0.42, color=_MMA, linewidth=2.5, label="mma.sync floor")
+            panel.text(max(arm.samples_us) + reach * 0.015, place, f"{arm.median_us:.1f}", va="center", fontsize=8)
+    panel.set_yticks(range(len(result.arms)), [_name(arm) for arm in result.arms])
+    panel.set_ylim(len(result.arms) - 0.5, -0.5)
+    panel.set_xlim(0, reach * 1.12)
     panel.set_xlabel("microseconds, lower is better", fontsize=8)
     panel.set_title(result.shape.label(), fontsize=10)
     panel.grid(axis="x", alpha=0.3)
+    panel.set_axisbelow(True)
+
+
+def _floor_bars(panel: Any, place: int, limits: Floors, reach: float) -> None:
+    """Both floors of an arm that has no time, hollow so that nobody takes them for one."""
+    for offset, value, colour, label in ((-0.18, limits.memory_us, _MEMORY, "memory floor"), (0.18, limits.mma_us, _MMA, "mma.sync floor")):
+        panel.barh(place + offset, value, height=0.3, facecolor="none", edgecolor=colour, linewidth=1.5, hatch="////", label=label)
+        panel.text(value + reach * 0.015, place + offset, f"{value:.1f}", va="center", fontsize=7)
+
+
+def _name(arm: ArmResult) -> str:
+    return arm.planned.arm if arm.state in (PLANNED, TIMED) else f"{arm.planned.arm}\n({arm.state})"

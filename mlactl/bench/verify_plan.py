@@ -13,6 +13,7 @@ from mlactl.bench.floors import Rates, floors
 from mlactl.bench.record import gate_json
 from mlactl.bench.results import GATE, TIMED, ArmResult, Bench, ShapeResult
 from mlactl.bench.shapes import Layout, Shape
+from mlactl.kernels.mla.policy import SparsePolicy
 from mlactl.kernels.spec import CompileSpec
 
 Progress = Callable[[str], None]
@@ -37,13 +38,16 @@ def measure_shape(
     `progress` is told what is being done. Raises MissingObject, BindError and what a compile raises.
     """
     pool = batch.make_pool(shape, layout, seed=seed)
-    progress(f"{shape.name}: reference")
-    right = batch.expected(pool, layout)
+    right: dict[SparsePolicy | None, tuple[torch.Tensor, torch.Tensor]] = {}
     results: dict[str, ArmResult] = {}
     timed = []
     for planned in arms:
+        sparse = None if planned.plan is None else planned.plan.caps.sparse
+        if planned.runs and sparse not in right:
+            progress(f"{shape.name}: reference")
+            right[sparse] = batch.expected(pool, layout, sparse)
         progress(f"{shape.name} {planned.arm}: gate")
-        results[planned.arm], ready = _gate(pool, layout, planned, rates, right)
+        results[planned.arm], ready = _gate(pool, layout, planned, rates, right.get(sparse))
         timed += ready
     if timed:
         progress(f"{shape.name}: timing")
@@ -55,11 +59,11 @@ def measure_shape(
 
 
 def _gate(
-    pool: Pool, layout: Layout, planned: Planned, rates: Rates, right: tuple[torch.Tensor, torch.Tensor]
+    pool: Pool, layout: Layout, planned: Planned, rates: Rates, right: tuple[torch.Tensor, torch.Tensor] | None
 ) -> tuple[ArmResult, list[measure.Timed]]:
     """The arm's verdict, and its captured launch when it passed."""
     limits = floors(planned.work, rates)
-    if not planned.runs:
+    if not planned.runs or right is None:
         return ArmResult(planned, limits, planned.state, planned.reason), []
     bound = batch.bind(pool, planned)
     verdict = batch.judge(bound, right, layout.record)
