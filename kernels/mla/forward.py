@@ -138,23 +138,23 @@ class ForwardKernel:
         total = Float32(0.0)
         stage = Int32(0)
         phase = Int32(0)
-        buffer = Int32(0)
         statistics = exchange.statistics + group.lane // 4 * 4
         left = group.keys.start(begin)
         if begin < end:
             group.wait(stage, phase)
-            exchange.send(group.decoder.scores(group.query, group.stage(stage)), own, 0)
+            exchange.send(group.decoder.scores(group.query, group.stage(stage)), own, begin & 1)
             ptx.barrier(group.barrier, GROUP_THREADS)
         for position in cutlass.range(begin, end - 1, unroll=1):
+            # Parity of the position, not a register of its own: the loop has none to spare.
+            buffer = position & 1
             following = stage + 1
             if following == config.stages:
                 following = Int32(0)
                 phase = phase ^ 1
-            other = buffer ^ 1
             group.wait(following, phase)
             kept = [own[i] for i in range(4)]
             maximum, total, flag = group.soften(kept, position, left, maximum, total, buffer)
-            exchange.send(group.decoder.scores(group.query, group.stage(following)), own, other)
+            exchange.send(group.decoder.scores(group.query, group.stage(following)), own, buffer ^ 1)
             self.rescale(sums, ptx.barrier_any(group.barrier, GROUP_THREADS, flag), statistics + buffer * (config.group_rows * 4))
             group.accumulate(sums, stage, buffer)
             cute.arch.sync_warp()
@@ -162,8 +162,8 @@ class ForwardKernel:
                 ptx.mbarrier_arrive(group.empty + 8 * stage)
             left = left - CHUNK_TOKENS
             stage = following
-            buffer = other
         if begin < end:
+            buffer = (end - 1) & 1
             kept = [own[i] for i in range(4)]
             maximum, total, flag = group.soften(kept, end - 1, left, maximum, total, buffer)
             self.rescale(sums, ptx.barrier_any(group.barrier, GROUP_THREADS, flag), statistics + buffer * (config.group_rows * 4))

@@ -22,6 +22,8 @@ _PARTS = 1 << _PARTS_SHIFT
 
 _SELECTED_SHIFT = CHUNK_SHIFT + _PARTS_SHIFT
 
+_KEYS_MASK = 0x7FFFFFFF
+
 
 @dataclass(frozen=True)
 class Numbers:
@@ -58,17 +60,18 @@ class Walk:
 
 @dataclass(frozen=True)
 class RowKeys:
-    """What one consumer thread's row sees: `seen` keys less the thread's first token in a chunk, and the first of its
-    recent chunks, below which it selects (-1: it attends everything). `words` is the shared address of the walk's words."""
+    """What one consumer thread's row sees. seen: keys less `column`, the thread's first token in a chunk; with a selection,
+    keys, negative (top bit set) when the row selects: the loops have no register for one more number. `words` is the shared
+    address of the walk's words."""
 
     visibility: Visibility
     numbers: Numbers
     seen: Int32
-    recent_from: Int32
+    column: Int32
     words: Int32
 
     def start(self, position):
-        """Keys left to see at a position; 16 fewer for each chunk on."""
+        """Keys left to see at a position, 16 fewer for each chunk on; not read where a selection says them."""
         return self.seen - (position << CHUNK_SHIFT)
 
     def left(self, position, left):
@@ -186,14 +189,23 @@ class Visibility:
         """Keys that a row has left to see at a position, -1 where it did not select the chunk."""
         numbers = keys.numbers
         chunk = self.chunk(numbers, position, keys.words)
-        left = keys.seen - (chunk << CHUNK_SHIFT)
+        seen = keys.seen & _KEYS_MASK
+        left = seen - (chunk << CHUNK_SHIFT) - keys.column
         selected = chunk >> _PARTS_SHIFT
+        recent = (seen + (CHUNK_TOKENS * _PARTS - 1)) >> _SELECTED_SHIFT
         past = cutlass.max(selected - numbers.sink, Int32(0))
-        if (selected < keys.recent_from) & (ptx.remainder(past, numbers.stride) != 0):
+        if (keys.seen < 0) & (selected < recent - numbers.recent) & (ptx.remainder(past, numbers.stride) != 0):
             left = Int32(-1)
         return left
 
     def keys_of(self, request, numbers, row, column, words):
         """The keys of a consumer thread's row whose first token in a chunk is `column`."""
         seen = self.visible(request, row)
-        return RowKeys(self, numbers, seen - column, self.recent_from(numbers, seen) if self.sparse else None, words)
+        return RowKeys(self, numbers, self.flagged(numbers, seen) if self.sparse else seen - column, column, words)
+
+    @cute.jit
+    def flagged(self, numbers: cutlass.Constexpr[Numbers], seen: Int32):
+        """Visible keys, with the top bit set for a row that selects."""
+        if self.recent_from(numbers, seen) >= 0:
+            seen = seen | ~_KEYS_MASK
+        return seen
