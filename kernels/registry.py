@@ -56,6 +56,14 @@ class Bump:
 
 
 @dataclass(frozen=True, slots=True)
+class Exclusion:
+    """Fact values that are each allowed and never together; a spec with all of them is refused."""
+
+    facts: Mapping[str, FactValue]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Kernel:
     """A declared kernel. `builder` is "module:function" of the traced code, None while the code is not written.
 
@@ -71,6 +79,7 @@ class Kernel:
     sources: tuple[str, ...] = ()
     builder: str | None = None
     built: Mapping[str, tuple[FactValue, ...]] = field(default_factory=dict)
+    exclusions: tuple[Exclusion, ...] = ()
 
     def spec(self, **facts: FactValue) -> CompileSpec:
         """A validated spec of the current version."""
@@ -84,7 +93,11 @@ INFRASTRUCTURE = ("__init__.py", "mla/__init__.py", "compiler.py", "errors.py", 
 they decide, the spec and the compile options are in the key by themselves."""
 
 _FORWARD_SOURCES = tuple(
-    f"mla/{name}.py" for name in ("arguments", "config", "epilogue", "forward", "loaders", "mma", "ptx", "records", "schedule", "softmax")
+    f"mla/{name}.py"
+    for name in (
+        *("arguments", "config", "epilogue", "forward", "loaders", "mma", "ptx", "ptx_narrow", "records", "schedule", "softmax"),
+        "visibility",
+    )
 )
 _MERGE_SOURCES = tuple(f"mla/{name}.py" for name in ("arguments", "merge", "ptx"))
 
@@ -95,6 +108,17 @@ _TILE = Fact(
     "how packed (query row, head) pairs fill the MMA tile: tok tiles share 16 or 32 rows between two groups that take "
     "alternate chunks, row64 gives each group 32 rows of every chunk",
     ("tok16", "tok32", "row64"),
+)
+
+_DENSE_EXCLUSIONS = (
+    Exclusion({"q_dtype": "e4m3", "record": "bf16"}, "an E4M3 query is taken over E4M3 records"),
+    *(Exclusion({"width": 1088, "tile": tile}, "the output does not fit the registers: width 1088 is tok16's") for tile in ("tok32", "row64")),
+    *(Exclusion({"output": "direct", "tile": tile}, "tok tiles have one variant, split, that also writes directly") for tile in ("tok16", "tok32")),
+    Exclusion({"output": "direct", "lengths": "per_query"}, "per-query lengths belong to verify, which has one variant, split"),
+    Exclusion({"output": "direct", "selection": "sparse"}, "the selection has one variant, split, that also writes directly"),
+    Exclusion({"output": "direct", "window": True}, "windows have one variant, split, that also writes directly"),
+    Exclusion({"selection": "sparse", "window": True}, "a window already bounds what is read"),
+    Exclusion({"lengths": "per_query", "window": True}, "the last keys of a shard are not the last keys of the sequence"),
 )
 
 DENSE_FORWARD = Kernel(
@@ -125,7 +149,7 @@ DENSE_FORWARD = Kernel(
     ),
     sources=_FORWARD_SOURCES,
     builder="mlactl.kernels.mla.forward:build",
-    built={"q_dtype": ("bf16",), "record": ("bf16",), "width": (576,), "lengths": ("causal",), "selection": ("exact",), "window": (False,)},
+    exclusions=_DENSE_EXCLUSIONS,
 )
 
 DENSE_MERGE = Kernel(
@@ -143,7 +167,6 @@ DENSE_MERGE = Kernel(
     ),
     sources=_MERGE_SOURCES,
     builder="mlactl.kernels.mla.merge:build",
-    built={"value_width": (512,)},
 )
 
 _SPARSE_RECORDS = ("nvfp4_ds_mla_432", "nvfp4_ds_mla_368", "nvfp4_ds_mla_368_per_token", "fp8_ds_mla")
@@ -224,6 +247,10 @@ def validate(spec: CompileSpec) -> Kernel:
         # type() and not isinstance: True is an int to Python and would hash as another fact than 1.
         if type(value) is not fact.kind or value not in fact.allowed:
             raise SpecError(f"{spec.kernel_id} {spec.version}: {fact.name}={value!r} is not one of {list(fact.allowed)}")
+    for exclusion in declared.exclusions:
+        if all(spec.fact(name) == value for name, value in exclusion.facts.items()):
+            pairs = " and ".join(f"{name}={value}" for name, value in exclusion.facts.items())
+            raise SpecError(f"{spec.kernel_id} {spec.version}: {pairs}: {exclusion.reason}")
     return declared
 
 
