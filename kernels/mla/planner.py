@@ -146,7 +146,9 @@ def plan(caps: DenseCaps) -> DensePlan:
     units = policy.units_bound(tile, caps.max_requests, query_rows, caps.heads, ragged=caps.mode != "decode")
     budget = policy.split_budget(units, caps.max_requests, caps.multiprocessors)
     if caps.splits is not None:
-        budget = policy.forced_budget(units, caps.splits)
+        # Of the tiles that a full batch has: the device divides the budget by the live ones, and `units` may be twice as many.
+        tiles = min(units, caps.max_requests * -(-caps.rows * caps.heads // TILE_ROWS[tile]))
+        budget = policy.forced_budget(tiles, caps.splits)
     blocks = max(units, budget)
     sparse = caps.sparse is not None
     output = policy.forward_output(caps.mode, tile, budget, exact=not sparse and not caps.window)

@@ -108,9 +108,9 @@ def split_budget(units: int, requests: int, multiprocessors: int) -> int:
     return multiprocessors if units <= multiprocessors else units + _FINE_SPLITS * multiprocessors
 
 
-def forced_budget(units: int, splits: int) -> int:
-    """Blocks of a launch whose units are each cut into `splits`, or 0 for one: what a measurement asks for."""
-    return units * splits if splits > 1 else 0
+def forced_budget(tiles: int, splits: int) -> int:
+    """Blocks of a launch whose tiles are each cut into `splits`, or 0 for one: what a measurement asks for."""
+    return tiles * splits if splits > 1 else 0
 
 
 def merge_groups(units: int, budget: int) -> int:

@@ -14,6 +14,7 @@ from mlactl.errors import UsageError
 from mlactl.kernels import registry
 from mlactl.kernels.mla.policy import SparsePolicy
 from mlactl.kernels.mla.records import dense_record
+from mlactl.profiles import SparsePolicy as ProfilePolicy
 from mlactl.profiles import load
 
 H200 = arms.Target("sm_90a", 132)
@@ -73,10 +74,10 @@ def test_a_selection_counts_the_chunks_that_rows_select():
 
 
 def test_a_selection_reads_the_union_of_its_rows_and_each_row_its_own():
-    """66 tokens, 3 rows seeing 64, 65 and 66: one chunk, then two each; stride 2 without sinks keeps the recent chunk only."""
-    work = Layout().sparse_work(Shape("verify", 1, 3, 1, 66), SparsePolicy(2, 0, 1))
-    assert work.flop == (64 + 65 + 66) * 2 * 1088  # chunk 0 is a strided one, chunk 1 the recent one
-    assert work.moved_bytes == 66 * 1152 + 3 * (1152 + 1024)
+    """130 tokens, 3 rows that see 128, 129 and 130; stride 9 without sinks: chunks 0 and 1, then 0 and 2 twice."""
+    work = Layout().sparse_work(Shape("verify", 1, 3, 1, 130), SparsePolicy(9, 0, 1))
+    assert work.flop == (128 + 65 + 66) * 2 * 1088
+    assert work.moved_bytes == 130 * 1152 + 3 * (1152 + 1024)  # some row reads each of the three chunks
 
 
 def test_below_min_tokens_a_selection_is_exact():
@@ -125,12 +126,23 @@ def test_shapes_of_a_profile_are_what_its_kernel_sees():
     assert layout_of(profile) == (Layout("fp8", "bf16", 576, 1536, True), None)
 
 
-@pytest.mark.parametrize(("name", "message"), [("glm-5.2-tp8", "reads selected slots"), ("kimi-k3-tp8-dcp8-bf16", "it has no verify plan")])
-def test_profiles_without_a_dense_verify_launch_are_refused(name, message):
-    profile = load(name)
-    if profile.sparse or "verify" not in profile.serving.modes:
-        with pytest.raises(UsageError, match=message):
-            layout_of(profile)
+def test_profiles_without_a_dense_verify_launch_are_refused():
+    with pytest.raises(UsageError, match="glm-5.2-tp8 reads selected slots"):
+        layout_of(load("glm-5.2-tp8"))
+    dense = load("kimi-k3-tp8-dcp8")
+    decode = replace(dense, serving=replace(dense.serving, modes=("decode",), draft_rows=()))
+    with pytest.raises(UsageError, match="has modes decode: it has no verify plan"):
+        layout_of(decode)
+    with pytest.raises(UsageError, match=r"no serving\.max_context"):
+        shapes_of(replace(dense, serving=replace(dense.serving, max_context=None)))
+
+
+def test_a_profile_with_a_chunk_selection_and_many_sequences():
+    profile = load("kimi-k3-tp8-dcp8")
+    chosen = ProfilePolicy(stride=4, sink_chunks=1, recent_chunks=2, min_tokens=4096, refresh_interval=64)
+    profile = replace(profile, serving=replace(profile.serving, draft_rows=(3, 7), max_sequences=8, sparse_policy=chosen))
+    assert [shape.name for shape in shapes_of(profile)] == ["1x4xH96x131072", "8x4xH96x131072", "1x8xH96x131072", "8x8xH96x131072"]
+    assert layout_of(profile)[1] == SparsePolicy(4, 1, 2, 4096, 64)
 
 
 # ------------------------------------------------------------------ arms
@@ -152,6 +164,7 @@ def test_each_arm_plans_what_it_says():
     assert (caps["row_specialized"].mode, caps["row_specialized"].max_requests, caps["row_specialized"].per_query) == ("verify", 64, True)
     assert (caps["tiled"].mode, caps["tiled"].max_requests, caps["tiled"].rows, caps["tiled"].splits) == ("verify", 16, 4, None)
     assert caps["tiled_s4"] == replace(caps["tiled"], splits=4)
+    assert (planned["tiled_s4"].plan.blocks, arms.tiles_of(planned["tiled_s4"].plan), arms.splits_of(planned["tiled_s4"].plan)) == (64, 16, 4)
     assert caps["tiled_sparse"] == replace(caps["tiled"], sparse=SparsePolicy(4, 1, 1))
     assert planned["tiled"].work == planned["deployed"].work
     assert planned["tiled_sparse"].work.flop < planned["tiled"].work.flop / 3
