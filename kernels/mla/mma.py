@@ -139,9 +139,10 @@ class Fp8Decoder:
         """Partial scores [row tile][8-token tile] of the staged chunk over this warp's part of the depth."""
         config, address = self.config, stage + self.key_lane
         sums = [[[Float32(0.0)] * 4 for _ in range(2)] for _ in range(config.row_tiles)]
-        for step in range(0, config.depth_steps, 2):
-            keys = ptx.ldmatrix4(address, step * 16) if step + 1 < config.depth_steps else ptx.ldmatrix2(address, step * 16)
-            for at, word in enumerate(keys):
+        wide = 1 if config.group_rows == 32 else 2  # 32 rows leave no register for a second step
+        for step in range(0, config.depth_steps, wide):
+            load = ptx.ldmatrix4 if step + 1 < config.depth_steps and wide == 2 else ptx.ldmatrix2
+            for at, word in enumerate(load(address, step * 16)):
                 key = ptx_narrow.e4m3_quad(word)
                 for tile in range(config.row_tiles):
                     sums[tile][at % 2] = ptx_narrow.mma_f16(sums[tile][at % 2], query[tile][step + at // 2], *key)
@@ -151,13 +152,15 @@ class Fp8Decoder:
         """Adds P times the staged chunk's values to the output accumulators [row tile][column tile][4]."""
         config = self.config
         weights = [ptx.ldmatrix4(probabilities + self.probability_lane, tile * 16 * config.probability_pitch) for tile in range(config.row_tiles)]
-        for four in range(config.column_tiles // 4):
-            words = ptx.ldmatrix4(stage + self.value_lane, four * 32, transpose=True)
-            for pair in range(2):
+        wide = 1 if config.group_rows == 32 else 2  # 32 rows leave no register for a second step
+        load = ptx.ldmatrix2 if wide == 1 else ptx.ldmatrix4
+        for first_pair in range(0, config.column_tiles // 2, wide):
+            words = load(stage + self.value_lane, first_pair * 16, transpose=True)
+            for pair in range(wide):
                 first, second = (ptx_narrow.e4m3_quad(ptx_narrow.permute(word, word, 0x3120)) for word in words[2 * pair : 2 * pair + 2])
                 for tile in range(config.row_tiles):
                     for odd in range(2):
-                        at = (tile * config.column_tiles + four * 4 + pair * 2 + odd) * 4
+                        at = (tile * config.column_tiles + (first_pair + pair) * 2 + odd) * 4
                         sums = ptx_narrow.mma_f16([output[at + e] for e in range(4)], weights[tile], first[odd], second[odd])
                         for e in range(4):
                             output[at + e] = sums[e]
