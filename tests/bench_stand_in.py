@@ -16,6 +16,8 @@ from mlactl.bench.arms import Target
 from mlactl.kernels.mla import dense, reference
 from mlactl.kernels.mla.planner import DensePlan
 
+torch.set_num_threads(1)  # products of a few rows: threads that wait for each other on a busy machine cost ten times the work
+
 TARGET = Target("sm_90a", 132)
 COPY_BYTES_PER_S, MMA_FLOP_PER_S = 4e12, 6e14
 

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from mlactl.bench.floors import Work, dense_work
 from mlactl.errors import UsageError
 from mlactl.kernels.envelope import DenseEnvelope
+from mlactl.kernels.errors import PlanError
 from mlactl.kernels.mla.policy import SparsePolicy
 from mlactl.kernels.mla.records import DenseRecord, dense_record
 from mlactl.kernels.mla.selection import SELECTION_TOKENS
@@ -121,10 +122,14 @@ def parse_shapes(text: str) -> tuple[Shape, ...]:
 
 def parse_sparse(text: str) -> SparsePolicy:
     """`STRIDE,SINK,RECENT,MIN_TOKENS` or with `,REFRESH` behind it; raises UsageError."""
+    hint = "--sparse 4,1,2,4096: chunks are 64 tokens"
     parts = text.split(",")
     if len(parts) not in (4, 5) or not all(part.strip().isdigit() for part in parts):
-        raise UsageError(f"--sparse {text!r} is not STRIDE,SINK,RECENT,MIN_TOKENS[,REFRESH]", hint="--sparse 4,1,2,4096: chunks are 64 tokens")
-    return SparsePolicy(*(int(part) for part in parts))
+        raise UsageError(f"--sparse {text!r} is not STRIDE,SINK,RECENT,MIN_TOKENS[,REFRESH]", hint=hint)
+    try:
+        return SparsePolicy(*(int(part) for part in parts))
+    except PlanError as error:
+        raise UsageError(f"--sparse {text}: {error.message}", hint=hint) from error
 
 
 def layout_of(profile: Profile) -> tuple[Layout, SparsePolicy | None]:

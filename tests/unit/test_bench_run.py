@@ -13,10 +13,11 @@ from mlactl.kernels.mla.policy import SparsePolicy
 SMALL = Shape("verify", 3, 4, 8, 700)
 RAGGED = Shape("verify", 3, 4, 8, 100, ragged=True)
 SPARSE = SparsePolicy(3, 1, 1)
+BF16 = Layout()
 ALL = ("deployed", "row_specialized", "tiled", "tiled_s3", "tiled_sparse")
 
 
-def run(shape=SMALL, layout=Layout(), names=ALL, sparse=SPARSE):
+def run(shape=SMALL, layout=BF16, names=ALL, sparse=SPARSE):
     planned = arms.plan_arms(names, shape, layout, bench_stand_in.TARGET, sparse)
     return verify_plan.bench([(shape, planned)], layout, objects.peak_spec(), samples=21)
 
@@ -94,7 +95,7 @@ def test_pages_are_scattered_and_unused_entries_are_minus_one():
     pool = batch.make_pool(RAGGED, Layout(page_size=16), device="cpu")
     used = [-(-length // 16) for length in pool.lengths]
     live = [row[:count].tolist() for row, count in zip(pool.table, used, strict=True)]
-    flat = sum(live, [])
+    flat = [page for pages in live for page in pages]
     assert len(set(flat)) == len(flat) == sum(used)
     assert flat != sorted(flat)
     assert all((row[count:] == -1).all() for row, count in zip(pool.table, used, strict=True))
