@@ -31,7 +31,7 @@ class DenseCaps:
     page_size: tokens a page, 1 or a multiple of 16; multiprocessors and arch: of the device the plan is for;
     max_query_rows: query rows of a whole launch (default max_requests * rows); per_query: verify rows carry their own
     visible lengths; window: rows see only the last `DenseTensors.window` of their visible keys; sparse: chunk selection;
-    splits: forces that many splits a unit instead of the policy's budget (1: none), for measurements.
+    splits: forces that many splits a tile of a full batch instead of the policy's budget (1: none), for measurements.
     """
 
     mode: str

@@ -15,6 +15,7 @@ import typer
 from mlactl.bench.arms import ARMS, Planned, Target, chosen_arms, plan_arms
 from mlactl.bench.cards import DEFAULT, Card, cards, find
 from mlactl.bench.method import MIN_SAMPLES, method
+from mlactl.bench.results import GATE, TIMED
 from mlactl.bench.shapes import EXAMPLE, NOTATION, VERIFY_SHAPES, Layout, Shape, layout_of, parse_shapes, parse_sparse, shapes_of
 from mlactl.cli import options
 from mlactl.errors import CannotRun, UsageError
@@ -137,7 +138,11 @@ def verify_plan(
         return _warm(out, request, _target(chosen, gpu), cache_dir)
     result = _measure(out, request, samples, cache_dir) if gpu else _compute(request, chosen or find(DEFAULT))
     _report(out, result, request, files, cache_dir, method(samples))
-    return 1 if result.of("gate") else 0
+    if result.of(GATE):
+        return 1
+    if gpu and not result.of(TIMED):
+        raise CannotRun("no arm of any shape could be run", hint="mlactl bench verify-plan --help lists the arms")
+    return 0
 
 
 def _request(given: Mapping[str, Any]) -> _Request:

@@ -189,6 +189,13 @@ def test_a_gate_failure_is_exit_1_and_names_the_arm(device, capsys):
     assert rows["tiled"][-5:-2] == ["-", "-", "-"]
 
 
+def test_when_no_arm_can_run_it_says_so_and_exits_2(device, capsys):
+    assert device("--arms", "tiled", "--page-size", "100") == 2
+    done = capsys.readouterr()
+    assert "tiled: page_size must be 1 or a multiple of 16, got 100 (3x4xH8x300)" in done.err
+    assert "error: no arm of any shape could be run" in done.err
+
+
 def test_a_frozen_process_names_what_is_missing_and_the_command_that_makes_it(device, capsys, monkeypatch):
     monkeypatch.setenv("MLACTL_FROZEN", "1")
     assert device("--arms", "tiled", "-q") == 2
