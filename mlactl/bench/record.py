@@ -63,6 +63,7 @@ def _shape(result: ShapeResult) -> dict[str, Any]:
     shape, floors = result.shape, result.floors
     return {
         "shape": shape.name,
+        "mode": shape.mode,
         "requests": shape.requests,
         "rows": shape.rows,
         "heads": shape.heads,

@@ -77,6 +77,8 @@ def show(out: Output, bench: Bench, rows: Sequence[ObjectRow]) -> None:
     pairs = [(result, arm) for result in bench.shapes for arm in result.arms]
     out.line()
     out.table(_COMPUTED_COLUMNS if bench.computed else _MEASURED_COLUMNS, pairs)
+    if not bench.computed:
+        out.note("share of floor: larger floor / median, higher is better; x deployed: median / that of deployed, lower is better")
     out.line()
     out.table(_OBJECT_COLUMNS, rows)
     for result, arm in pairs:
