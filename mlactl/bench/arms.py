@@ -11,9 +11,9 @@ from mlactl.bench.shapes import Layout, Shape
 from mlactl.errors import UsageError
 from mlactl.kernels.errors import PlanError
 from mlactl.kernels.mla import planner
-from mlactl.kernels.mla.config import TILE_ROWS
+from mlactl.kernels.mla.config import MIN_SPLIT_CHUNKS, TILE_ROWS
 from mlactl.kernels.mla.planner import DenseCaps, DensePlan
-from mlactl.kernels.mla.policy import SparsePolicy
+from mlactl.kernels.mla.policy import SparsePolicy, chunks_of
 from mlactl.kernels.registry import not_built
 
 DEPLOYED = "deployed"
@@ -91,9 +91,9 @@ def plan_arms(names: Sequence[str] | None, shape: Shape, layout: Layout, target:
 
 
 def split_candidates(plan: DensePlan) -> tuple[int, ...]:
-    """Split counts worth trying beside the policy's own: half and twice of it."""
-    own = splits_of(plan)
-    return tuple(count for count in dict.fromkeys((own // 2, own * 2)) if count >= 1 and count != own)
+    """Split counts worth trying beside the policy's own: half and twice of it, as far as the longest request has chunks for."""
+    own, most = splits_of(plan), _most_splits(plan)
+    return tuple(count for count in dict.fromkeys((own // 2, min(own * 2, most))) if count >= 1 and count != own)
 
 
 def tiles_of(plan: DensePlan) -> int:
@@ -103,7 +103,12 @@ def tiles_of(plan: DensePlan) -> int:
 
 def splits_of(plan: DensePlan) -> int:
     """Splits that each tile of a full, even batch gets, at least 1."""
-    return max(1, plan.budget // tiles_of(plan))
+    return max(1, min(plan.budget // tiles_of(plan), _most_splits(plan)))
+
+
+def _most_splits(plan: DensePlan) -> int:
+    """Splits of the longest request when none is shorter than the device makes them."""
+    return max(1, -(-chunks_of(plan.caps.max_tokens) // MIN_SPLIT_CHUNKS))
 
 
 def plan_arm(name: str, shape: Shape, layout: Layout, target: Target, sparse: SparsePolicy | None) -> Planned:

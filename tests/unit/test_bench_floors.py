@@ -157,6 +157,13 @@ def test_the_default_arms_of_a_shape():
     assert [arm.arm for arm in arms.plan_arms(None, FIRST, Layout(), H200, SparsePolicy(1, 1, 1))] == [arm.arm for arm in found]
 
 
+def test_short_requests_have_no_more_splits_than_the_device_makes():
+    """300 tokens are 19 chunks, splits have at least 4: 5 at most, whatever the processors could take."""
+    found = arms.plan_arms(None, Shape("verify", 3, 4, 8, 300), Layout(), H200, None)
+    assert [arm.arm for arm in found] == ["deployed", "row_specialized", "tiled", "tiled_s2"]
+    assert [arms.splits_of(arm.plan) for arm in found] == [5, 5, 5, 2]
+
+
 def test_each_arm_plans_what_it_says():
     planned = {arm.arm: arm for arm in arms.plan_arms(None, FIRST, Layout(), H200, SparsePolicy(4, 1, 1))}
     caps = {name: arm.plan.caps for name, arm in planned.items()}
