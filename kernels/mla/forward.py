@@ -13,6 +13,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint8
 from cutlass.cute.runtime import make_fake_stream
+from cutlass.memory import SmemAllocator
 
 from mlactl.kernels.compiler import Traced
 from mlactl.kernels.mla import epilogue, ptx
@@ -276,7 +277,7 @@ class ForwardKernel:
         end = walk.base + ptx.divide(walk.count * (split + 1), splits)
 
         # ---------------------------------------------------------------- shared memory, query, table
-        shared = cutlass.utils.SmemAllocator().allocate(config.shared_bytes, 128).toint()
+        shared = SmemAllocator().allocate(config.shared_bytes, 128).toint()
         full = shared + config.mbarrier_offset
         empty = full + 8 * config.stages
         query_read = empty + 8 * config.stages

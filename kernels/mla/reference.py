@@ -1,6 +1,7 @@
 """What the dense MLA kernels compute, in plain torch: one function, readable in one sitting, on any device.
 
-Independent of the kernels' code; shares only the record tables and the definition of the sparse selection. Accumulates in fp32, or in fp64 on request.
+Independent of the kernels' code; shares only the record tables and the definition of the sparse selection. Accumulates in
+fp32, or in fp64 on request.
 """
 
 from __future__ import annotations

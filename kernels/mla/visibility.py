@@ -115,7 +115,7 @@ class Visibility:
         """About how many chunks a tile stages of a cache of `chunks`, for the schedule; 0 only for an empty cache."""
         if cutlass.const_expr(self.window):
             chunks = cutlass.min(chunks, (numbers.window >> CHUNK_SHIFT) + 2)
-        if cutlass.const_expr(self.sparse):
+        if cutlass.const_expr(self.sparse):  # noqa: SIM102  this one is decided at trace time
             if (numbers.stride > 1) & ((chunks << CHUNK_SHIFT) > numbers.min_tokens):
                 whole = (chunks + (_PARTS - 1)) >> _PARTS_SHIFT
                 kept = ptx.divide(whole + (numbers.stride - 1), numbers.stride)

@@ -124,7 +124,9 @@ def test_selection_at_every_chunk_boundary(arch, multiprocessors, boundary):
     """Rows of one tile on both sides of a multiple of 64, below the cache length and at it."""
     lengths = tuple(boundary + d for d in (-1, 0, 1, 2, 3))
     for heads in (8, 16):
-        case = make_case(arch, multiprocessors, lengths, heads=heads, mode="verify", rows=4, sparse=SparsePolicy(3, 1, 1), page_size=16, seed=boundary)
+        case = make_case(
+            arch, multiprocessors, lengths, heads=heads, mode="verify", rows=4, sparse=SparsePolicy(3, 1, 1), page_size=16, seed=boundary
+        )
         require(case.judge())
     own = [boundary + d for _ in lengths for d in (-1, 0, 1, 2)]
     longer = tuple(length + 200 for length in lengths)
