@@ -1,6 +1,6 @@
 """Times the dense MLA kernels, as the policy plans them, against the card's own floors and writes one JSON record.
 
-    MLACTL_CACHE_DIR=… python benchmarks/dense_mla.py --out dense_mla.json
+    MLACTL_CACHE_DIR=… python benchmarks/dense_mla.py --kv bf16,fp8 --out dense_mla.json
 
 The method is that of `mlactl bench`, over every mode and all shapes in one rotation; the verify plan's other arms are
 `mlactl bench verify-plan`'s. A share is floor / time: higher is better, 1 is the floor.
@@ -9,6 +9,7 @@ The method is that of `mlactl bench`, over every mode and all shapes in one rota
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -49,12 +50,11 @@ def prepare(shape: Shape, layout: Layout, plan: Planned, seed: int) -> tuple[bat
 
 
 def print_result(result: ShapeResult) -> None:
-    (arm,) = result.arms
-    assert arm.planned.plan is not None
-    print(
-        f"{result.shape.label():38s} {arm.planned.plan.tile:6s} {arm.median_us:8.1f} us"
-        f"  floors {arm.floors.memory_us:6.1f} {arm.floors.mma_us:6.1f}  share {arm.share_of_floor:.2f}  cosine {arm.gate['cosine']:.7f}"
-    )
+    for arm in result.arms:
+        print(
+            f"{result.shape.label():38s} {arm.planned.arm:5s} {arm.planned.plan.tile:6s} {arm.median_us:8.1f} us"
+            f"  floors {arm.floors.memory_us:6.1f} {arm.floors.mma_us:6.1f}  share {arm.share_of_floor:.2f}  cosine {arm.gate['cosine']:.7f}"
+        )
 
 
 def main() -> int:
@@ -63,7 +63,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--samples", type=int, default=MIN_SAMPLES)
     parser.add_argument("--shapes", help="comma-separated indices into the built-in list")
-    parser.add_argument("--kv", choices=["bf16", "fp8"], default="bf16", help="KV record")
+    parser.add_argument("--kv", default="bf16", help="comma-separated KV records, bf16 and fp8, all in one rotation")
     parser.add_argument("--commit", help="recorded where the working tree has no git history")
     options = parser.parse_args()
     if options.samples < MIN_SAMPLES:
@@ -71,28 +71,32 @@ def main() -> int:
     open_runtime()
     target, card = verify_plan.device_here()
     chosen = SHAPES if options.shapes is None else [SHAPES[int(i)] for i in options.shapes.split(",")]
-    layout, peak = Layout(record=options.kv), peak_spec()
+    peak = peak_spec()
     mma = measure.mma_flop_per_s(peak, target.arch) if options.mma_object is None else measure.mma_rate(load_file(options.mma_object), peak)
     rates = Rates(measure.copy_bytes_per_s(), mma)
     print(f"{card}: copy {rates.bytes_per_s * 1e-9:.0f} GB/s, mma.sync {rates.flop_per_s * 1e-12:.0f} TFLOP/s", flush=True)
-    plans = [planned("policy", caps_of(shape, layout, target), shape, layout) for shape in chosen]
+    layouts = {record: Layout(record=record) for record in options.kv.split(",")}
     ready = []
-    for seed, (shape, plan) in enumerate(zip(chosen, plans, strict=True)):
+    for seed, (shape, record) in enumerate(itertools.product(chosen, layouts)):
+        layout = layouts[record]
+        plan = planned(record, caps_of(shape, layout, target), shape, layout)
         bound, worst, refused = prepare(shape, layout, plan, seed)
         if refused:
-            print(f"{shape.label()}: not timed, the gate refused it: {refused}", flush=True)
+            print(f"{shape.label()} {record}: not timed, the gate refused it: {refused}", flush=True)
             return 1
-        ready.append((measure.capture(shape.name, bound.binding.run), worst, bound))
-    measure.sample([timed for timed, _, _ in ready], options.samples)
-    host = measure.host_cost_us(ready[0][2].binding.run)
+        ready.append((plan, measure.capture(shape.name, bound.binding.run), worst, bound))
+    measure.sample([timed for _, timed, _, _ in ready], options.samples)
+    host = measure.host_cost_us(ready[0][3].binding.run)
+    arms = [ArmResult(plan, floors(plan.work, rates), TIMED, None, worst, tuple(timed.samples_us)) for plan, timed, worst, _ in ready]
     results = []
-    for shape, plan, (timed, worst, _) in zip(chosen, plans, ready, strict=True):
-        arm = ArmResult(plan, floors(plan.work, rates), TIMED, None, worst, tuple(timed.samples_us))
-        results.append(ShapeResult(shape, arm.floors, (arm,)))
+    for index, shape in enumerate(chosen):
+        own = tuple(arms[index * len(layouts) : (index + 1) * len(layouts)])
+        results.append(ShapeResult(shape, own[0].floors, own))
         print_result(results[-1])
     print(f"host cost of run(): {statistics.median(host):.1f} us (min {min(host):.1f})")
     if options.out:
-        bench = Bench(False, card, target.arch, target.multiprocessors, rates, "measured in this run", layout, tuple(results))
+        first = next(iter(layouts.values()))
+        bench = Bench(False, card, target.arch, target.multiprocessors, rates, "measured in this run", first, tuple(results))
         whole = document(bench, command=" ".join(["python", *sys.argv]), commit=options.commit, method=method(options.samples))
         cost = {"median": statistics.median(host), "samples": host, "direction": "lower is better"}
         record = {"schema_version": 1, **whole, "benchmark": "dense_mla", "versions": {**whole["versions"], "torch": torch.__version__}}

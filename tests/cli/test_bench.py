@@ -86,8 +86,8 @@ def test_floors_follow_the_card(cli, card, memory_us):
 def test_a_profile_gives_shapes_and_layout(cli):
     done = cli("bench", "verify-plan", "--profile", "kimi-k3-tp8-dcp8", "--card", "rtx-pro-6000", "--json").json
     assert done["layout"] == {"record": "fp8", "q_dtype": "bf16", "width": 576, "page_size": 1536, "per_query": True}
-    (shape,) = done["shapes"]
-    assert (shape["requests"], shape["rows"], shape["heads"], shape["tokens"]) == (1, 4, 96, 131072)
+    assert [shape["shape"] for shape in done["shapes"]] == [f"1x{rows}xH96x131072" for rows in range(2, 9)]
+    assert [arm["arm"] for arm in done["shapes"][0]["arms"]][-1] == "tiled_sparse"
     overridden = cli("bench", "verify-plan", "--profile", "kimi-k3-tp8-dcp8", "--shapes", "2x4xH96x64", "--card", "h200", "--json").json
     assert [shape["shape"] for shape in overridden["shapes"]] == ["2x4xH96x64"]
     assert overridden["layout"] == done["layout"]

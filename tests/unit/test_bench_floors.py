@@ -122,8 +122,9 @@ def test_sparse_notation():
 
 def test_shapes_of_a_profile_are_what_its_kernel_sees():
     profile = load("kimi-k3-tp8-dcp8")
-    assert shapes_of(profile) == (Shape("verify", 1, 4, 96, 131072),)
-    assert layout_of(profile) == (Layout("fp8", "bf16", 576, 1536, True), None)
+    assert shapes_of(profile) == tuple(Shape("verify", 1, rows, 96, 131072) for rows in range(2, 9))
+    assert layout_of(profile) == (Layout("fp8", "bf16", 576, 1536, True), SparsePolicy(8, 4, 16, 32768))
+    assert layout_of(replace(profile, serving=replace(profile.serving, sparse_policy=None)))[1] is None
 
 
 def test_profiles_without_a_dense_verify_launch_are_refused():
