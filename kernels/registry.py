@@ -93,7 +93,11 @@ INFRASTRUCTURE = ("__init__.py", "mla/__init__.py", "compiler.py", "errors.py", 
 they decide, the spec and the compile options are in the key by themselves."""
 
 _FORWARD_SOURCES = tuple(
-    f"mla/{name}.py" for name in ("arguments", "config", "epilogue", "forward", "loaders", "mma", "ptx", "records", "schedule", "softmax")
+    f"mla/{name}.py"
+    for name in (
+        *("arguments", "config", "epilogue", "forward", "loaders", "mma", "ptx", "ptx_narrow", "records", "schedule", "softmax"),
+        "visibility",
+    )
 )
 _MERGE_SOURCES = tuple(f"mla/{name}.py" for name in ("arguments", "merge", "ptx"))
 
@@ -104,6 +108,17 @@ _TILE = Fact(
     "how packed (query row, head) pairs fill the MMA tile: tok tiles share 16 or 32 rows between two groups that take "
     "alternate chunks, row64 gives each group 32 rows of every chunk",
     ("tok16", "tok32", "row64"),
+)
+
+_DENSE_EXCLUSIONS = (
+    Exclusion({"q_dtype": "e4m3", "record": "bf16"}, "an E4M3 query is taken over E4M3 records"),
+    *(Exclusion({"width": 1088, "tile": tile}, "the output does not fit the registers: width 1088 is tok16's") for tile in ("tok32", "row64")),
+    *(Exclusion({"output": "direct", "tile": tile}, "tok tiles have one variant, split, that also writes directly") for tile in ("tok16", "tok32")),
+    Exclusion({"output": "direct", "lengths": "per_query"}, "per-query lengths belong to verify, which has one variant, split"),
+    Exclusion({"output": "direct", "selection": "sparse"}, "the selection has one variant, split, that also writes directly"),
+    Exclusion({"output": "direct", "window": True}, "windows have one variant, split, that also writes directly"),
+    Exclusion({"selection": "sparse", "window": True}, "a window already bounds what is read"),
+    Exclusion({"lengths": "per_query", "window": True}, "the last keys of a shard are not the last keys of the sequence"),
 )
 
 DENSE_FORWARD = Kernel(
@@ -134,7 +149,7 @@ DENSE_FORWARD = Kernel(
     ),
     sources=_FORWARD_SOURCES,
     builder="mlactl.kernels.mla.forward:build",
-    built={"q_dtype": ("bf16",), "record": ("bf16",), "width": (576,), "lengths": ("causal",), "selection": ("exact",), "window": (False,)},
+    exclusions=_DENSE_EXCLUSIONS,
 )
 
 DENSE_MERGE = Kernel(
@@ -152,7 +167,6 @@ DENSE_MERGE = Kernel(
     ),
     sources=_MERGE_SOURCES,
     builder="mlactl.kernels.mla.merge:build",
-    built={"value_width": (512,)},
 )
 
 _SPARSE_RECORDS = ("nvfp4_ds_mla_432", "nvfp4_ds_mla_368", "nvfp4_ds_mla_368_per_token", "fp8_ds_mla")
@@ -208,7 +222,21 @@ SPARSE_PREFILL = Kernel(
     exclusions=_SPARSE_EXCLUSIONS,
 )
 
-KERNELS: Mapping[str, Kernel] = {kernel.kernel_id: kernel for kernel in (DENSE_FORWARD, DENSE_MERGE, SPARSE_DECODE, SPARSE_PREFILL)}
+MMA_PEAK = Kernel(
+    kernel_id="bench.mma_peak",
+    version=1,
+    facts=(
+        Fact("chains", int, "independent chains of products a warp", (8,)),
+        Fact("warps", int, "warps a block", (8,)),
+    ),
+    scalars=(),
+    history=(Bump(1, "bf16 m16n8k16 products on registers, the ceiling that mlactl bench compares with"),),
+    sources=("mla/arguments.py", "mla/mma_peak.py", "mla/ptx.py"),
+    builder="mlactl.kernels.mla.mma_peak:build",
+)
+"""No attention: what a card's mma.sync can do. A kernel like the others, so that a node without a compiler can have it too."""
+
+KERNELS: Mapping[str, Kernel] = {kernel.kernel_id: kernel for kernel in (DENSE_FORWARD, DENSE_MERGE, SPARSE_DECODE, SPARSE_PREFILL, MMA_PEAK)}
 
 
 def kernel(kernel_id: str) -> Kernel:

@@ -322,6 +322,8 @@ def _dense_misfits(profile: Profile) -> Iterator[Finding]:
         yield Finding(
             "model.latent_dim", f"{profile.model.latent_dim} + {profile.model.rope_dim} = {width} elements is none of {', '.join(map(str, widths))}"
         )
+    if profile.kv.q_dtype == "e4m3" and profile.kv.record != "fp8":
+        yield Finding("kv.q_dtype", f"'e4m3' queries are taken over fp8 records, kv.record is {profile.kv.record!r}")
     if profile.serving.top_k is not None:
         yield Finding("serving.top_k", f"{profile.serving.top_k} selects slots, {profile.kv.record} records are read page by page")
     if profile.scales is not None:

@@ -37,7 +37,8 @@ class TileConfig:
     """One way of packing (query row, head) pairs into the MMA tile.
 
     group_rows: rows a consumer group holds, 16 or 32; share_chunks: both groups work on every chunk, each on its own
-    rows (`row` tiles); pipelined: QK of the next chunk is issued before PV of this one; stages: chunks in the ring.
+    rows (`row` tiles); pipelined: QK of the next chunk is issued before PV of this one; stages: chunks in the ring;
+    query_bytes: bytes of one query element.
     """
 
     name: str
@@ -46,11 +47,12 @@ class TileConfig:
     pipelined: bool
     stages: int
     record: DenseRecord
+    query_bytes: int = 2
 
     def __post_init__(self) -> None:
         # With alternate chunks and an odd ring a group may wait two fills ahead of a stage, and one-bit parity aliases.
         assert self.share_chunks or self.stages % GROUPS == 0
-        assert self.rows * self.pitch <= self.mbarrier_offset
+        assert self.staged_offset + self.rows * self.query_pitch <= self.mbarrier_offset
         assert self.share_chunks or self.exchange_columns_bytes * GROUPS <= self.ring_bytes
         assert self.shared_bytes <= SHARED_BYTES_LIMIT
 
@@ -102,6 +104,16 @@ class TileConfig:
     def pitch(self) -> int:
         """Bytes between staged records: 16 more than a record, so that ldmatrix rows fall into different banks."""
         return self.record.record_bytes + 16
+
+    @property
+    def query_pitch(self) -> int:
+        """Bytes between staged query rows, padded like the records."""
+        return self.record.width * self.query_bytes + 16
+
+    @property
+    def staged_offset(self) -> int:
+        """Offset of the staged query: the last stages of the ring, which are filled last."""
+        return self.free_stages * self.stage_bytes
 
     @property
     def stage_bytes(self) -> int:
@@ -169,9 +181,14 @@ class TileConfig:
         return self.mbarrier_offset + 8 * (2 * self.stages + 1)
 
     @property
-    def shared_bytes(self) -> int:
-        """All of it: ring, group areas, mbarriers, unit."""
+    def walk_offset(self) -> int:
+        """Offset of the four words that map a selection's positions to chunks."""
         return self.unit_offset + 32
+
+    @property
+    def shared_bytes(self) -> int:
+        """All of it: ring, group areas, mbarriers, unit, walk."""
+        return self.walk_offset + 16
 
     @property
     def exchange_columns_bytes(self) -> int:
@@ -181,24 +198,24 @@ class TileConfig:
     @property
     def free_stages(self) -> int:
         """Stages that can be filled while the query, staged in the last ones, is still being read."""
-        return max(0, self.stages - -(-self.rows // CHUNK_TOKENS))
+        return max(0, self.stages - -(-self.rows * self.query_pitch // self.stage_bytes))
 
     @property
     def query_overflows(self) -> bool:
         """Whether the staged query reaches past the ring into the group areas."""
-        return self.rows * self.pitch > self.ring_bytes
+        return self.rows * self.query_pitch > self.ring_bytes
 
     # -------------------------------------------------------------- registers
 
     @property
     def consumer_registers(self) -> int:
         """setmaxnreg of the consumers; with the producers' it must not exceed the 168 x 384 of the launch, else the block hangs."""
-        return 240 if self.group_rows == 32 else 208
+        return 240 if self.accumulators == 128 else 208
 
     @property
     def producer_registers(self) -> int:
         """setmaxnreg of the producers."""
-        return 24 if self.group_rows == 32 else 88
+        return 24 if self.accumulators == 128 else 88
 
     @property
     def rescale_threshold(self) -> float:
@@ -207,24 +224,40 @@ class TileConfig:
 
 
 TILES = {
-    "tok16": {"group_rows": 16, "share_chunks": False, "pipelined": False, "stages": 4},
-    "tok32": {"group_rows": 32, "share_chunks": False, "pipelined": False, "stages": 4},
-    "row64": {"group_rows": 32, "share_chunks": True, "pipelined": True, "stages": 3},
+    "tok16": {"group_rows": 16, "share_chunks": False, "pipelined": False},
+    "tok32": {"group_rows": 32, "share_chunks": False, "pipelined": False},
+    "row64": {"group_rows": 32, "share_chunks": True, "pipelined": True},
 }
 """Tile variants by their name in compile facts."""
 
 TILE_ROWS = {"tok16": 16, "tok32": 32, "row64": 64}
 """Packed rows by tile name."""
 
+STAGES = {
+    ("tok16", 576, "bf16"): 4,
+    ("tok32", 576, "bf16"): 4,
+    ("row64", 576, "bf16"): 3,
+    ("tok16", 576, "fp8"): 8,
+    ("tok32", 576, "fp8"): 8,
+    ("row64", 576, "fp8"): 6,
+    ("tok16", 1088, "bf16"): 2,
+    ("tok16", 1088, "fp8"): 4,
+}
+"""Chunks in the ring by tile, width and record; what is missing has no room in an SM120 block or in the registers."""
 
-def tile_config(tile: str, record: str, width: int) -> TileConfig:
-    """The configuration of a tile variant over a dense record."""
+QUERY_BYTES = {"bf16": 2, "e4m3": 1}
+"""Bytes of one query element by q_dtype."""
+
+
+def tile_config(tile: str, record: str, width: int, q_dtype: str = "bf16") -> TileConfig:
+    """The configuration of a tile variant over a dense record; KeyError for a tile without room for that width."""
     shape = TILES[tile]
     return TileConfig(
         name=tile,
         group_rows=int(shape["group_rows"]),
         share_chunks=bool(shape["share_chunks"]),
         pipelined=bool(shape["pipelined"]),
-        stages=int(shape["stages"]),
+        stages=STAGES[tile, width, record],
         record=dense_record(record, width),
+        query_bytes=QUERY_BYTES[q_dtype],
     )

@@ -8,9 +8,10 @@ output, lse = binding.run()
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 import torch
@@ -19,21 +20,30 @@ from mlactl.kernels import runtime
 from mlactl.kernels.errors import BindError
 from mlactl.kernels.mla.planner import ALIGNMENT_BYTES, DEFAULT_SM_SCALE, DensePlan
 
-_STRIDE_ELEMENTS = 8
+_DTYPES = {"bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn, "fp8": torch.float8_e4m3fn}
+"""Element types by q_dtype and record."""
+
+_SMALLEST_SCALE = 1e-20
+"""Least product of the scales: below it the kernel's score of an unseen key, -1e30, would not vanish."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseTensors:
     """Tensors of one dense MLA launch, all on one CUDA device.
 
-    q: [total_q, H, 576] bf16, last dim contiguous.
-    kv_cache: [pages, page_size, width >= 576] bf16, last dim contiguous: latent 512, then RoPE 64.
+    q: [total_q, H, width] bf16, or E4M3 over an E4M3 cache, last dim contiguous. Over an E4M3 cache the products are
+    f16: elements of q past +-65,504 overflow.
+    kv_cache: [pages, page_size, >= width] bf16 or E4M3, last dim contiguous: latent 512 (1,024), then RoPE 64.
     page_table: [requests, width] int32, last dim contiguous; entries past a request's length are never read.
     cache_seqlens: [requests] int32; the cache already holds the new rows; 0 marks a padding request.
-    output: [total_q, H, 512] bf16, last dim contiguous. lse: [total_q, H] fp32 contiguous, natural logarithm.
+    output: [total_q, H, latent] bf16, last dim contiguous. lse: [total_q, H] fp32 contiguous, natural logarithm.
     scratch: [plan.scratch_bytes] uint8, contents irrelevant; None when the plan needs none.
     cu_seqlens_q: [requests + 1] int32, needed for extend; optional for verify, where a request may have fewer rows. Rows
     of q past the last boundary are padding: output 0, LSE -inf.
+    query_cache_seqlens: [total_q] int32, each row's own visible length, clamped by the request's cache length; for
+    plans with per-query lengths, whose requests all have the plan's rows, and for no others.
+    sm_scale: softmax scale; kv_scale, q_scale: scalar scales of E4M3 elements (1.0 over bf16); window: keys a row sees
+    at most, for plans with windows.
     host_cache_seqlens, host_cu_seqlens_q: the same numbers on the host, checked by `bind` where given; without them
     `validate` reads the device's.
     """
@@ -50,6 +60,9 @@ class DenseTensors:
     host_cache_seqlens: Sequence[int] | None = None
     host_cu_seqlens_q: Sequence[int] | None = None
     sm_scale: float = DEFAULT_SM_SCALE
+    kv_scale: float = 1.0
+    q_scale: float = 1.0
+    window: int | None = None
 
 
 @dataclass(slots=True)
@@ -112,12 +125,16 @@ def bind(plan: DensePlan, tensors: DenseTensors) -> DenseBinding:
     rows = 0 if tensors.cu_seqlens_q is not None else plan.caps.rows
     boundaries = tensors.cache_seqlens if tensors.cu_seqlens_q is None else tensors.cu_seqlens_q
     partial, partial_lse, directory = _scratch_views(plan, tensors)
+    policy = plan.caps.sparse
+    # Kernels without a selection or a window do not read these numbers.
+    numbers = (1, 0, 1, 0, 0) if policy is None else astuple(policy)
     forward = (
-        tensors.q,
-        tensors.kv_cache,
+        _as_bytes(tensors.q),
+        _as_bytes(tensors.kv_cache),
         tensors.page_table,
         tensors.cache_seqlens,
         boundaries,
+        tensors.cache_seqlens if tensors.query_cache_seqlens is None else tensors.query_cache_seqlens,
         tensors.output,
         tensors.lse,
         partial,
@@ -126,16 +143,26 @@ def bind(plan: DensePlan, tensors: DenseTensors) -> DenseBinding:
         rows,
         plan.budget,
         plan.blocks,
+        min(tensors.window or 1, plan.caps.max_tokens),
+        *numbers,
+        plan.caps.rows,
         tensors.sm_scale,
+        tensors.kv_scale,
+        tensors.q_scale,
     )
     merge = (tensors.output, tensors.lse, partial, partial_lse, directory)
     return DenseBinding(plan, tensors, forward, merge)
 
 
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """E4M3 elements travel to the kernel as bytes."""
+    return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
+
+
 def _scratch_views(plan: DensePlan, tensors: DenseTensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(partials, their LSE, directory); of no rows when the plan never splits, over memory that is bound anyway."""
     if tensors.scratch is None or not plan.budget:
-        empty = tensors.q.as_strided((0,), (1,)).view(torch.float32)
+        empty = tensors.output.as_strided((0,), (1,)).view(torch.float32)
         return empty.view(0, plan.latent), empty, empty.view(torch.int32).view(0, 4)
     scratch = tensors.scratch
     partial = scratch[: plan.partial_bytes].view(torch.float32).view(plan.slots, plan.latent)
@@ -155,12 +182,11 @@ def check(plan: DensePlan, tensors: DenseTensors) -> None:
     _check_shapes(plan, tensors)
     _check_layouts(tensors)
     _check_overlaps(tensors)
-    if not (math.isfinite(tensors.sm_scale) and tensors.sm_scale > 0):
-        raise BindError(f"sm_scale must be finite and above 0, got {tensors.sm_scale}")
+    _check_numbers(plan, tensors)
     requests = tensors.cache_seqlens.shape[0]
     if not tensors.q.shape[0]:
         raise BindError("q has 0 rows, expected at least 1")
-    if tensors.cu_seqlens_q is None and tensors.q.shape[0] != requests * caps.rows:
+    if (tensors.cu_seqlens_q is None or caps.per_query) and tensors.q.shape[0] != requests * caps.rows:
         raise BindError(f"q has {tensors.q.shape[0]} rows, {requests} requests of {caps.rows} rows need {requests * caps.rows}")
     if tensors.q.shape[0] > plan.query_rows:
         raise BindError(f"q has {tensors.q.shape[0]} rows, the plan holds {plan.query_rows}")
@@ -170,7 +196,31 @@ def check(plan: DensePlan, tensors: DenseTensors) -> None:
         _check_boundaries(plan, tensors, tensors.host_cu_seqlens_q)
 
 
+def _check_numbers(plan: DensePlan, tensors: DenseTensors) -> None:
+    caps = plan.caps
+    product = 1.0
+    for name, unscaled in (("sm_scale", False), ("kv_scale", caps.record == "bf16"), ("q_scale", caps.q_dtype == "bf16")):
+        value = getattr(tensors, name)
+        if unscaled and value != 1.0:
+            raise BindError(f"{name} is {value}, bf16 elements have no scale: expected 1.0")
+        if not (math.isfinite(value) and 0 < ctypes.c_float(value).value < math.inf):
+            raise BindError(f"{name} must be finite and above 0, got {value}")
+        product *= value
+    if not _SMALLEST_SCALE <= product < 1 / _SMALLEST_SCALE:
+        raise BindError(
+            f"sm_scale * kv_scale * q_scale is {product:.3g}, expected {_SMALLEST_SCALE:g} to {1 / _SMALLEST_SCALE:g}: the kernel computes in fp32"
+        )
+    if caps.window and tensors.window is None:
+        raise BindError("window is needed: the plan has window=true")
+    if tensors.window is not None and not caps.window:
+        raise BindError(f"window is {tensors.window}, the plan has window=false")
+    if tensors.window is not None and tensors.window < 1:
+        raise BindError(f"window must be at least 1, got {tensors.window}")
+
+
 def _check_query_lengths(plan: DensePlan, tensors: DenseTensors) -> None:
+    if tensors.query_cache_seqlens is None and plan.caps.per_query:
+        raise BindError("query_cache_seqlens is needed: the plan has lengths=per_query")
     if tensors.query_cache_seqlens is not None and not plan.caps.per_query:
         raise BindError("query_cache_seqlens was given, the plan has lengths=causal")
     if tensors.cu_seqlens_q is None and plan.caps.mode == "extend":
@@ -195,18 +245,20 @@ def _expect(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[in
 
 def _check_shapes(plan: DensePlan, tensors: DenseTensors) -> None:
     caps, device = plan.caps, tensors.q.device
-    _expect("q", tensors.q, torch.bfloat16, (None, caps.heads, caps.width), device)
+    _expect("q", tensors.q, _DTYPES[caps.q_dtype], (None, caps.heads, caps.width), device)
     total = tensors.q.shape[0]
     _expect("cache_seqlens", tensors.cache_seqlens, torch.int32, (None,), device)
     requests = tensors.cache_seqlens.shape[0]
     if not 1 <= requests <= caps.max_requests:
         raise BindError(f"cache_seqlens has {requests} requests, the plan holds 1 to {caps.max_requests}")
-    _expect("kv_cache", tensors.kv_cache, torch.bfloat16, (None, caps.page_size, None), device)
+    _expect("kv_cache", tensors.kv_cache, _DTYPES[caps.record], (None, caps.page_size, None), device)
     if tensors.kv_cache.shape[2] < caps.width:
         raise BindError(f"kv_cache.shape[2] is {tensors.kv_cache.shape[2]}, a record has {caps.width} elements")
     _expect("page_table", tensors.page_table, torch.int32, (requests, None), device)
     _expect("output", tensors.output, torch.bfloat16, (total, caps.heads, plan.latent), device)
     _expect("lse", tensors.lse, torch.float32, (total, caps.heads), device)
+    if tensors.query_cache_seqlens is not None:
+        _expect("query_cache_seqlens", tensors.query_cache_seqlens, torch.int32, (total,), device)
     if tensors.cu_seqlens_q is not None:
         _expect("cu_seqlens_q", tensors.cu_seqlens_q, torch.int32, (requests + 1,), device)
     if plan.scratch_bytes:
@@ -224,9 +276,10 @@ def _check_layouts(tensors: DenseTensors) -> None:
             raise BindError(f"{name}.stride({tensor.dim() - 1}) is {tensor.stride(-1)}, the last dimension must be contiguous")
     for name in ("q", "kv_cache", "output"):
         tensor = named[name]
+        multiple = ALIGNMENT_BYTES // tensor.element_size()
         for index in range(2):
-            if tensor.stride(index) % _STRIDE_ELEMENTS:
-                raise BindError(f"{name}.stride({index}) is {tensor.stride(index)} elements, expected a multiple of {_STRIDE_ELEMENTS}")
+            if tensor.stride(index) % multiple:
+                raise BindError(f"{name}.stride({index}) is {tensor.stride(index)} elements, expected a multiple of {multiple}")
         _check_alignment(name, tensor)
     if not tensors.lse.is_contiguous():
         raise BindError(f"lse has strides {tuple(tensors.lse.stride())}, it must be contiguous")
@@ -237,7 +290,7 @@ def _check_layouts(tensors: DenseTensors) -> None:
 
 
 def _named(tensors: DenseTensors) -> dict[str, torch.Tensor]:
-    names = ("q", "kv_cache", "page_table", "cache_seqlens", "output", "lse", "scratch", "cu_seqlens_q")
+    names = ("q", "kv_cache", "page_table", "cache_seqlens", "output", "lse", "scratch", "cu_seqlens_q", "query_cache_seqlens")
     return {name: tensor for name in names if (tensor := getattr(tensors, name)) is not None}
 
 
@@ -289,6 +342,12 @@ def _check_boundaries(plan: DensePlan, tensors: DenseTensors, boundaries: Sequen
         raise BindError(f"cu_seqlens_q has {len(boundaries)} boundaries, {requests} requests need {requests + 1}")
     if boundaries[0] != 0:
         raise BindError(f"cu_seqlens_q[0] is {boundaries[0]}, expected 0")
+    rows = plan.caps.rows
+    for index, boundary in enumerate(boundaries):
+        if plan.caps.per_query and boundary != index * rows:
+            raise BindError(
+                f"cu_seqlens_q[{index}] is {boundary}, expected {index * rows}: with per-query lengths every request has exactly {rows} rows"
+            )
     for index in range(requests):
         count = boundaries[index + 1] - boundaries[index]
         if count < 0:

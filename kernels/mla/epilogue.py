@@ -13,7 +13,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from mlactl.kernels.mla import ptx
+from mlactl.kernels.mla import ptx, ptx_narrow
 from mlactl.kernels.mla.config import CONSUMER_THREADS, TileConfig
 
 LN2 = math.log(2.0)
@@ -26,7 +26,8 @@ class Destination:
     """Where a tile's rows go. Addresses, byte strides (Int64) and the tile's place among its request's packed rows.
 
     first: first packed row; rows: how many are real; row_base: the tile's first packed row in the whole batch;
-    slot_base: its first row among the scratch's slots; alone: whether it is its rows' only split.
+    slot_base: its first row among the scratch's slots; alone: whether it is its rows' only split; value_scale: scale of
+    E4M3 values, None over bf16.
     """
 
     config: TileConfig
@@ -42,6 +43,12 @@ class Destination:
     row_base: Int32
     slot_base: Int32
     alone: Int32
+    value_scale: Float32 | None
+
+    def normaliser(self, total):
+        """What a row's sums are multiplied by: 1 / total, times the values' scale; 0 for a row that saw nothing."""
+        inverse = ptx.reciprocal_or_zero(total)
+        return inverse if self.value_scale is None else inverse * self.value_scale
 
     def direct_address(self, row, column):
         """Address of an output element, bf16."""
@@ -97,9 +104,13 @@ def store_columns(
     lane: Int32,
     may_split: cutlass.Constexpr[bool],
 ):
-    """Column tiles [begin, end) of the group's rows, which start at tile row `first_row`, times 1 / total."""
+    """Column tiles [begin, end) of the group's rows, which start at tile row `first_row`, times the rows' normalisers.
+
+    A lane holds 2 neighbouring columns of each tile; with f16 products two tiles interleave and it holds 4 of each pair.
+    """
     config = to.config
-    column = warp * config.value_columns + (lane % 4) * 2
+    interleaved = config.record.f16_products
+    column = warp * config.value_columns + (lane % 4) * (4 if interleaved else 2)
     for half in cutlass.range_constexpr(2 * config.row_tiles):
         row = first_row + half * 8 + lane // 4
         scale = inverse[half]
@@ -108,12 +119,23 @@ def store_columns(
             direct = to.alone != 0 if cutlass.const_expr(may_split) else True
             if direct:
                 address = to.direct_address(row, column)
-                for n in cutlass.range_constexpr(begin, end):
-                    ptx.store_b32(address, [ptx.pack_bf16(sums[at + n * 4] * scale, sums[at + n * 4 + 1] * scale)], n * 16)
+                for n in cutlass.range_constexpr(begin, end, 2 if interleaved else 1):
+                    values = _neighbours(sums, at + n * 4, scale, interleaved)
+                    ptx.store_b32(address, [ptx.pack_bf16(*values[i : i + 2]) for i in range(0, len(values), 2)], n * 16)
             else:
                 address = to.partial_address(row, column)
-                for n in cutlass.range_constexpr(begin, end):
-                    ptx.store_f32x2(address, sums[at + n * 4] * scale, sums[at + n * 4 + 1] * scale, n * 32)
+                for n in cutlass.range_constexpr(begin, end, 2 if interleaved else 1):
+                    values = _neighbours(sums, at + n * 4, scale, interleaved)
+                    if cutlass.const_expr(interleaved):
+                        ptx_narrow.store_f32x4(address, values, n * 32)
+                    else:
+                        ptx.store_f32x2(address, *values, n * 32)
+
+
+def _neighbours(sums, at, scale, interleaved):
+    """A lane's values of neighbouring columns, from the column tile whose accumulators start at `at`."""
+    places = (at, at + 4, at + 1, at + 5) if interleaved else (at, at + 1)
+    return [sums[place] * scale for place in places]
 
 
 def _send_half(config, sums, address, begin):
@@ -153,7 +175,7 @@ def finish_alternate(
     """
     half = config.column_tiles // 2
     pairs = [pair_of(config, own, other, row * 8 + lane // 4) for row in range(2 * config.row_tiles)]
-    inverse = [ptx.reciprocal_or_zero(pair.total) for pair in pairs]
+    inverse = [to.normaliser(pair.total) for pair in pairs]
     for tile in cutlass.range_constexpr(config.row_tiles):
         for i in cutlass.range_constexpr(config.column_tiles * 4):
             at = tile * config.column_tiles * 4 + i
@@ -190,7 +212,7 @@ def finish_shared(
     """`row` tiles: each group stores its own rows."""
     first = group * config.group_rows
     totals = [ptx.load_shared_f32(own + (row * 8 + lane // 4) * 4, 1, config.group_rows * 4)[0] for row in range(2 * config.row_tiles)]
-    inverse = [ptx.reciprocal_or_zero(total) for total in totals]
+    inverse = [to.normaliser(total) for total in totals]
     store_columns(to, sums, inverse, 0, config.column_tiles, first, warp, lane, may_split)
     row = warp * 32 + lane
     if (row < config.group_rows) & (first + row < to.rows):

@@ -14,6 +14,7 @@ from cutlass import Int32, Int64
 
 from mlactl.kernels.mla import ptx
 from mlactl.kernels.mla.config import CHUNK_TOKENS, CONSUMER_THREADS, PRODUCER_WARPS, TileConfig
+from mlactl.kernels.mla.visibility import Numbers, Visibility
 
 _WARP_TOKENS = CHUNK_TOKENS // PRODUCER_WARPS
 _COPY_BYTES = 16
@@ -63,6 +64,19 @@ class DensePages:
         return self.pool + Int64(page) * self.page_stride + Int64(row) * self.record_stride
 
 
+@dataclass(frozen=True)
+class ChunkWalk:
+    """First tokens of the positions that a tile walks; `words` is the shared address of its walk's words."""
+
+    visibility: Visibility
+    numbers: Numbers
+    words: Int32
+
+    def token(self, position):
+        """First token of the chunk at a position."""
+        return self.visibility.chunk(self.numbers, position, self.words) * CHUNK_TOKENS
+
+
 @cute.jit
 def prefetch_tables(table: Int64, entries: Int64, block: Int32, blocks: Int32, lane: Int32):
     """Before any length is known, one warp of each block asks the L2 for its share of the page tables, up to 32 lines of 128 bytes.
@@ -78,6 +92,7 @@ def prefetch_tables(table: Int64, entries: Int64, block: Int32, blocks: Int32, l
 def produce(
     config: cutlass.Constexpr[TileConfig],
     source: cutlass.Constexpr[DensePages],
+    walk: cutlass.Constexpr[ChunkWalk],
     shared: Int32,
     full: Int32,
     empty: Int32,
@@ -87,20 +102,29 @@ def produce(
     warp: Int32,
     lane: Int32,
 ):
-    """One producer warp: keeps the ring full with chunks [begin, end), one bulk copy of a record a lane."""
-    entry, offset, lane_offset, step, last_entry = source.seek(begin * CHUNK_TOKENS)
+    """One producer warp: keeps the ring full with the chunks at positions [begin, end), one bulk copy of a record a lane.
+
+    `walk.token` gives a position's first token; without a selection, positions are chunks and follow one another.
+    """
+    first_token = walk.token(begin)
+    entry, offset, lane_offset, step, last_entry = source.seek(first_token)
     page = source.page(entry, last_entry)
     stage = Int32(0)
     phase = Int32(1)
     destination = shared + source.token * config.pitch
-    for chunk in cutlass.range(begin, end, unroll=1):
-        if chunk == begin + config.free_stages:
+    for position in cutlass.range(begin, end, unroll=1):
+        if position == begin + config.free_stages:
             ptx.mbarrier_wait(query_read, Int32(0))
-        address = source.address(page, offset, lane_offset, chunk * CHUNK_TOKENS)
-        offset = offset + CHUNK_TOKENS
-        if offset >= source.page_size:
-            offset = Int32(0)
-            entry = entry + step
+        address = source.address(page, offset, lane_offset, first_token)
+        if cutlass.const_expr(walk.visibility.sparse):
+            first_token = walk.token(position + 1)
+            entry, offset, _, _, _ = source.seek(first_token)
+        else:
+            first_token = first_token + CHUNK_TOKENS
+            offset = offset + CHUNK_TOKENS
+            if offset >= source.page_size:
+                offset = Int32(0)
+                entry = entry + step
         page = source.page(entry, last_entry)
         ptx.mbarrier_wait(empty + 8 * stage, phase)
         if lane == 0:
@@ -145,7 +169,12 @@ def stage_query(
             token = ptx.divide(packed, heads)
             head = packed - token * heads
             source = query + Int64(token) * token_stride + Int64(head) * head_stride + Int64(part)
-            target = destination + row * config.pitch + part
-            for line in cutlass.range_constexpr(config.record.width * 2 // (_QUERY_LANES * _COPY_BYTES)):
-                ptx.copy16_async(target, source, line * _QUERY_LANES * _COPY_BYTES, line * _QUERY_LANES * _COPY_BYTES)
+            target = destination + row * config.query_pitch + part
+            line_bytes = _QUERY_LANES * _COPY_BYTES
+            lines, rest = divmod(config.record.width * config.query_bytes, line_bytes)
+            for line in cutlass.range_constexpr(lines):
+                ptx.copy16_async(target, source, line * line_bytes, line * line_bytes)
+            if cutlass.const_expr(rest):  # noqa: SIM102  this one is decided at trace time
+                if part < rest:
+                    ptx.copy16_async(target, source, lines * line_bytes, lines * line_bytes)
     ptx.commit_copies()

@@ -12,6 +12,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64
 from cutlass.cute.runtime import make_fake_stream
+from cutlass.memory import SmemAllocator
 
 from mlactl.kernels.compiler import Traced
 from mlactl.kernels.mla import ptx
@@ -54,7 +55,7 @@ class MergeKernel:
         target = output.iterator.toint() + Int64(token) * Int64(output.stride[0]) * 2 + Int64(row - token * heads) * Int64(output.stride[1]) * 2
         target = target + Int64(column) * 2
         lse_target = lse.iterator.toint() + Int64(row) * 4
-        shared = cutlass.utils.SmemAllocator().allocate(SHARED_BYTES, 16).toint()
+        shared = SmemAllocator().allocate(SHARED_BYTES, 16).toint()
         ptx.wait_for_prerequisites()
         if row < output.shape[0] * heads:
             first, step, splits, _ = ptx.load_i32x4(directory.iterator.toint() + Int64(row) * 16)

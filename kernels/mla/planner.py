@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from mlactl.kernels import registry
 from mlactl.kernels.errors import PlanError
 from mlactl.kernels.mla import policy
-from mlactl.kernels.mla.config import CHUNK_TOKENS, TILE_ROWS
-from mlactl.kernels.mla.records import LATENT_ELEMENTS
+from mlactl.kernels.mla.config import CHUNK_TOKENS, QUERY_BYTES, TILE_ROWS
+from mlactl.kernels.mla.records import ELEMENT_BYTES, LATENT_ELEMENTS
 from mlactl.kernels.spec import ARCHES, CompileSpec
 
 if TYPE_CHECKING:
@@ -29,7 +29,9 @@ class DenseCaps:
     mode: `decode` (one row a request), `verify` (`rows` rows a request), `extend` (at most `rows` rows a request);
     heads: query heads the kernel sees, after any gather; max_requests: requests a launch; max_tokens: longest cache length;
     page_size: tokens a page, 1 or a multiple of 16; multiprocessors and arch: of the device the plan is for;
-    max_query_rows: query rows of a whole launch (default max_requests * rows).
+    max_query_rows: query rows of a whole launch (default max_requests * rows); per_query: verify rows carry their own
+    visible lengths; window: rows see only the last `DenseTensors.window` of their visible keys; sparse: chunk selection;
+    splits: forces that many splits a tile of a full batch instead of the policy's budget (1: none), for measurements.
     """
 
     mode: str
@@ -46,6 +48,8 @@ class DenseCaps:
     width: int = 576
     per_query: bool = False
     window: bool = False
+    sparse: policy.SparsePolicy | None = None
+    splits: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +109,29 @@ def _check(caps: DenseCaps) -> None:
         raise PlanError(f"page_size must be 1 or a multiple of {CHUNK_TOKENS}, got {caps.page_size}")
     if caps.mode == "decode" and caps.rows != 1:
         raise PlanError(f"decode takes one row a request, got rows={caps.rows}; plan verify or extend for more")
+    _check_variant(caps)
     query_rows = _query_rows(caps)
     if query_rows < 1 or query_rows > caps.max_requests * caps.rows:
         raise PlanError(f"max_query_rows {query_rows} does not fit {caps.max_requests} requests of at most {caps.rows} rows")
     if caps.max_tokens > _INT32_MAX - CHUNK_TOKENS or query_rows * caps.heads * 2 > _INT32_MAX:
         raise PlanError(f"max_tokens {caps.max_tokens} or {query_rows} query rows of {caps.heads} heads pass the kernel's 32-bit counts")
+
+
+def _check_variant(caps: DenseCaps) -> None:
+    if caps.record not in ELEMENT_BYTES:
+        raise PlanError(f"record {caps.record!r} is not one of {', '.join(ELEMENT_BYTES)}")
+    if caps.q_dtype not in QUERY_BYTES:
+        raise PlanError(f"q_dtype {caps.q_dtype!r} is not one of {', '.join(QUERY_BYTES)}")
+    if caps.q_dtype == "e4m3" and caps.record != "fp8":
+        raise PlanError(f"an e4m3 query is taken over fp8 records, record is {caps.record}")
+    if caps.per_query and caps.mode != "verify":
+        raise PlanError(f"per-query lengths are verify's, mode is {caps.mode}")
+    if caps.window and caps.per_query:
+        raise PlanError("window and per-query lengths exclude each other: the last keys of a shard are not the last keys of the sequence")
+    if caps.window and caps.sparse is not None:
+        raise PlanError("window and sparse exclude each other: a window already bounds what is read")
+    if caps.splits is not None and caps.splits < 1:
+        raise PlanError(f"splits must be at least 1, got {caps.splits}")
 
 
 def _query_rows(caps: DenseCaps) -> int:
@@ -120,14 +142,18 @@ def plan(caps: DenseCaps) -> DensePlan:
     """Decides tile, blocks and scratch on the host; touches no device and allocates nothing. Raises PlanError."""
     _check(caps)
     query_rows = _query_rows(caps)
-    tile = policy.tile_for(caps.mode, caps.rows * caps.heads)
+    tile = policy.tile_for(caps.mode, caps.rows * caps.heads, caps.width)
     units = policy.units_bound(tile, caps.max_requests, query_rows, caps.heads, ragged=caps.mode != "decode")
     budget = policy.split_budget(units, caps.max_requests, caps.multiprocessors)
+    if caps.splits is not None:
+        # Of the tiles that a full batch has: the device divides the budget by the live ones, and `units` may be twice as many.
+        tiles = min(units, caps.max_requests * -(-caps.rows * caps.heads // TILE_ROWS[tile]))
+        budget = policy.forced_budget(tiles, caps.splits)
     blocks = max(units, budget)
-    output = policy.forward_output(caps.mode, budget)
-    forward = policy.forward_spec(
-        caps.mode, tile, output, caps.q_dtype, caps.record, caps.width, per_query=caps.per_query, sparse=False, window=caps.window
-    )
+    sparse = caps.sparse is not None
+    output = policy.forward_output(caps.mode, tile, budget, exact=not sparse and not caps.window)
+    facts = {"per_query": caps.per_query, "sparse": sparse, "window": caps.window}
+    forward = policy.forward_spec(caps.mode, tile, output, caps.q_dtype, caps.record, caps.width, **facts)
     latent = LATENT_ELEMENTS[caps.width]
     merge = registry.DENSE_MERGE.spec(groups=policy.merge_groups(units, budget), value_width=latent) if budget else None
     slots = blocks * TILE_ROWS[tile] if budget else 0

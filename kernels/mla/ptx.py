@@ -59,6 +59,12 @@ def ldmatrix4(address, offset=0, *, transpose=False):
     )
 
 
+def ldmatrix2(address, offset=0, *, transpose=False):
+    """Two 8x8 b16 matrices, from the addresses of lanes 0 to 15."""
+    mode = ".trans" if transpose else ""
+    return inline([Int32] * 2, [address], f"ldmatrix.sync.aligned.m8n8.x2{mode}.shared.b16 {{$0,$1}}, [$2+{offset}];", "=r,=r,r", effects=True)
+
+
 # ------------------------------------------------------------------ shared memory
 
 

@@ -26,6 +26,11 @@ class DenseRecord:
         """Bytes of a record."""
         return self.width * self.element_bytes
 
+    @property
+    def f16_products(self) -> bool:
+        """Whether elements widen to f16, which holds every E4M3 value, and are multiplied as such; else as bf16."""
+        return self.element_bytes == 1
+
 
 ELEMENT_BYTES = {"bf16": 2, "fp8": 1}
 """Bytes of one element by record name."""

@@ -15,6 +15,7 @@ from cutlass import Int32, Int64
 
 from mlactl.kernels.mla import ptx
 from mlactl.kernels.mla.config import CHUNK_SHIFT, CHUNK_TOKENS, MIN_SPLIT_CHUNKS
+from mlactl.kernels.mla.visibility import Numbers, Visibility
 
 _SEARCH_STEPS = 4
 _UNSPLIT = 1 << 30
@@ -29,6 +30,7 @@ class Batch:
     requests: Int32
     rows: Int32
     heads: Int32
+    numbers: Numbers
 
     def length(self, request):
         """Cache length; a negative one counts as 0."""
@@ -36,10 +38,10 @@ class Batch:
 
 
 class Schedule:
-    """Maps blocks to units for tiles of `tile_rows` packed rows."""
+    """Maps blocks to units for tiles of `tile_rows` packed rows; `visibility` says how much of a cache is worked on."""
 
-    def __init__(self, tile_rows: int):
-        self.tile_rows = tile_rows
+    def __init__(self, tile_rows: int, visibility: Visibility):
+        self.tile_rows, self.visibility = tile_rows, visibility
 
     @cute.jit
     def first_row(self, batch: cutlass.Constexpr, request: Int32):
@@ -51,7 +53,7 @@ class Schedule:
 
     @cute.jit
     def extent(self, batch: cutlass.Constexpr, request: Int32):
-        """(chunks of its cache, tiles of its packed rows) of a request; an empty one has no tiles, so that padding requests
+        """(chunks to work on, tiles of its packed rows) of a request; an empty one has no tiles, so that padding requests
         leave the others' splits, and with them every bit, as they are."""
         count = batch.rows
         if batch.rows == 0:
@@ -61,7 +63,7 @@ class Schedule:
         if chunks == 0:
             count = Int32(0)
         tiles = (cutlass.max(count, Int32(0)) * batch.heads + (self.tile_rows - 1)) >> (self.tile_rows.bit_length() - 1)
-        return chunks, tiles
+        return self.visibility.work(batch.numbers, chunks), tiles
 
     def splits(self, chunks, limit):
         """Splits of a request at `limit` chunks a split."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from cutlass import Float32, Int32
 
-from mlactl.kernels.mla import ptx
+from mlactl.kernels.mla import ptx, ptx_narrow
 from mlactl.kernels.mla.config import GROUP_WARPS, TileConfig
 
 
@@ -92,11 +92,12 @@ class ScoreExchange:
         return [i // 2 * 8 + i % 2 for i in range(self.config.scores)]
 
     def publish(self, probabilities, factor, buffer):
-        """Writes this thread's probabilities as bf16 and, once a row, the factor its older sums are to be scaled by."""
+        """Writes this thread's probabilities as 16-bit floats and, once a row, the factor its older sums are to be scaled by."""
         config = self.config
+        pack = ptx_narrow.pack_f16 if config.record.f16_products else ptx.pack_bf16
         at = self.own_probability + buffer * config.probability_bytes
         for pair in range(config.scores // 2):
-            ptx.store_shared_b32(at, ptx.pack_bf16(probabilities[2 * pair], probabilities[2 * pair + 1]), pair * 16)
+            ptx.store_shared_b32(at, pack(probabilities[2 * pair], probabilities[2 * pair + 1]), pair * 16)
         ptx.store_shared_f32_if_zero(self.leader, self.own_statistic + buffer * (config.group_rows * 4), factor)
 
 
@@ -109,15 +110,18 @@ def row_reduce(config, value, combine):
     return value
 
 
-def soften(exchange, own, visible, maximum, total, scale, threshold, buffer):
+def soften(exchange, own, visible, window, maximum, total, scale, threshold, buffer):
     """One chunk's scores to probabilities; returns (new maximum, new sum, flag that sums must be rescaled).
 
-    visible: visible length less the chunk's and the thread's first token; maximum: the row's, in raw score units;
-    scale: log2(e) times the softmax scale; threshold: growth of the maximum, raw, below which it stays as it is.
+    visible: visible length less the chunk's and the thread's first token; window: of how many keys before that the row
+    sees, or None; maximum: the row's, in raw score units; scale: log2(e) times the softmax scale; threshold: growth of the
+    maximum, raw, below which it stays as it is.
     """
     config = exchange.config
     raw = exchange.receive(own, buffer)
     scores = [ptx.where_below(Int32(at), visible, x, Float32(ptx.UNSET)) for at, x in zip(exchange.offsets(), raw, strict=True)]
+    if window is not None:
+        scores = [ptx.where_below(Int32(at), visible - window, Float32(ptx.UNSET), x) for at, x in zip(exchange.offsets(), scores, strict=True)]
     peak = row_reduce(config, ptx.largest(scores), ptx.maximum)
     limit = maximum + threshold
     flag = ptx.is_greater(peak, limit)

@@ -67,6 +67,7 @@ ENTRIES = (
     _Entry("replay", "mlactl.cli.replay:replay", "Run captured calls again and compare with the reference"),
     _Entry("diff", "mlactl.cli.diff:diff", "Compare two outputs or captures"),
     _Entry("dcp-ranks", "mlactl.cli.dcp:dcp", "One rank of torchrun -m mlactl.replay.dcp", hidden=True),
+    _Entry("bench", "mlactl.cli.bench:app", "Time the arms of the verify plan, correctness first"),
 )
 
 

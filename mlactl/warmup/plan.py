@@ -52,11 +52,12 @@ class Plan:
 
 def make_plan(profile: Profile, arches: Sequence[str], store: Store, identities: tuple[int, ...] | None = None) -> Plan:
     """Looks up every (spec, arch); `identities` narrows the latent-scale variants to what a scale file needs."""
-    items = tuple(_item(spec, arch, store) for arch in arches for spec in profile.specs(identities))
+    items = tuple(look_up(spec, arch, store) for arch in arches for spec in profile.specs(identities))
     return Plan(profile, tuple(arches), items)
 
 
-def _item(spec: CompileSpec, arch: str, store: Store) -> Item:
+def look_up(spec: CompileSpec, arch: str, store: Store) -> Item:
+    """One object against what the cache holds."""
     reason = registry.not_built(spec)
     if reason is not None:
         return Item(spec, arch, None, NOT_BUILT, reason)

@@ -14,10 +14,10 @@ from mlactl.kernels.mla.dense import DenseTensors
 from mlactl.kernels.mla.planner import DenseCaps, plan
 
 
-def build(mode="decode", rows=1, requests=3, heads=8, page_size=64, **changes):
-    """A plan and tensors on the CPU that fit it."""
+def build(mode="decode", rows=1, requests=3, heads=8, page_size=64, planned=None, **changes):
+    """A plan (`planned`: more of its capacities) and tensors on the CPU that fit it."""
     caps = DenseCaps(mode, heads, max_requests=4, max_tokens=600, page_size=page_size, multiprocessors=188, arch="sm_120a", rows=rows)
-    built = plan(caps)
+    built = plan(replace(caps, **(planned or {})))
     total = requests * rows
     tensors = DenseTensors(
         q=torch.zeros(total, heads, 576, dtype=torch.bfloat16),
@@ -94,6 +94,10 @@ LAYOUTS = [
     ({"page_table": torch.zeros(3, 16, dtype=torch.int32)[:, ::2]}, r"page_table.stride\(1\) is 2, the last dimension"),
     ({"sm_scale": math.nan}, "sm_scale must be finite and above 0, got nan"),
     ({"sm_scale": 0.0}, "sm_scale must be finite and above 0, got 0.0"),
+    ({"sm_scale": 1e-30}, r"sm_scale \* kv_scale \* q_scale is 1e-30, expected 1e-20 to 1e\+20"),
+    ({"kv_scale": 0.5}, "kv_scale is 0.5, bf16 elements have no scale: expected 1.0"),
+    ({"q_scale": 2.0}, "q_scale is 2.0, bf16 elements have no scale: expected 1.0"),
+    ({"window": 7}, "window is 7, the plan has window=false"),
     ({"query_cache_seqlens": i32(1, 2, 3)}, "query_cache_seqlens was given, the plan has lengths=causal"),
     ({"cu_seqlens_q": i32(0, 1, 2, 3)}, "cu_seqlens_q was given, a decode plan takes one row a request"),
     ({"host_cu_seqlens_q": (0, 1, 2, 3)}, "host_cu_seqlens_q was given without cu_seqlens_q"),
@@ -186,3 +190,111 @@ def test_pages_outside_the_pool_are_refused_where_they_are_visible(value):
     with pytest.raises(BindError, match=rf"page_table\[2, 1\] is {value}, inside the visible 100 tokens; kv_cache has pages 0 to 39"):
         dense._check_pages(built, tensors, (100, 100, 100))
     dense._check_pages(built, tensors, (100, 100, 64))
+
+
+# ---------------------------------------------------------------------- per-query lengths
+
+
+def per_query(boundaries=None, total=8, own=None, **changes):
+    """Two requests of 4 verify rows whose plan has per-query lengths."""
+    given = {} if boundaries is None else {"cu_seqlens_q": i32(*boundaries), "host_cu_seqlens_q": tuple(boundaries)}
+    return build(
+        "verify",
+        rows=4,
+        requests=2,
+        planned={"per_query": True},
+        q=bf16(total, 8, 576),
+        output=bf16(total, 8, 512),
+        lse=torch.zeros(total, 8),
+        query_cache_seqlens=i32(*range(total)) if own is None else own,
+        **given,
+        **changes,
+    )
+
+
+def test_per_query_lengths_fit_with_and_without_boundaries():
+    dense.check(*per_query())
+    dense.check(*per_query((0, 4, 8)))
+
+
+PER_QUERY = [
+    (per_query, {"boundaries": (0, 3, 8)}, r"cu_seqlens_q\[1\] is 3, expected 4: with per-query lengths every request has exactly 4 rows"),
+    (per_query, {"boundaries": (0, 4, 7)}, r"cu_seqlens_q\[2\] is 7, expected 8"),
+    (per_query, {"boundaries": (0, 4, 7), "total": 7}, "q has 7 rows, 2 requests of 4 rows need 8"),
+    (per_query, {"total": 7}, "q has 7 rows, 2 requests of 4 rows need 8"),
+    (per_query, {"own": i32(1, 2, 3)}, r"query_cache_seqlens.shape\[0\] is 3, expected 8"),
+    (per_query, {"own": torch.zeros(8, dtype=torch.int64)}, "query_cache_seqlens has dtype torch.int64, expected torch.int32"),
+    (per_query, {"own": torch.zeros(8, 1, dtype=torch.int32)}, "query_cache_seqlens has rank 2, expected 1"),
+    (per_query, {"own": torch.zeros(16, dtype=torch.int32)[::2]}, r"query_cache_seqlens.stride\(0\) is 2, the last dimension must be contiguous"),
+    (per_query, {"own": torch.zeros(8, dtype=torch.int32, device="meta")}, "query_cache_seqlens is on meta, q is on cpu"),
+]
+
+
+@pytest.mark.parametrize(("made", "changes", "message"), PER_QUERY)
+def test_a7_per_query_refusals(made, changes, message):
+    """[0, 3, 8] with 4 rows is refused at index 1 even though 8 is whole; incomplete tiles are refused for these plans only."""
+    with pytest.raises(BindError, match=message):
+        dense.check(*made(**changes))
+
+
+def test_per_query_lengths_are_required_when_planned():
+    built, tensors = per_query()
+    with pytest.raises(BindError, match="query_cache_seqlens is needed: the plan has lengths=per_query"):
+        dense.check(built, replace(tensors, query_cache_seqlens=None))
+
+
+def test_written_tensors_may_not_share_memory_with_own_lengths():
+    built, tensors = per_query()
+    shared = tensors.lse.view(torch.int32).view(-1)[:8]
+    with pytest.raises(BindError, match="lse shares memory with query_cache_seqlens"):
+        dense.check(built, replace(tensors, query_cache_seqlens=shared))
+
+
+# ---------------------------------------------------------------------- E4M3, windows, wide records
+
+
+def e4m3(*shape):
+    return torch.zeros(*shape, dtype=torch.uint8).view(torch.float8_e4m3fn)
+
+
+def test_e4m3_tensors_pass_and_travel_as_bytes():
+    fp8 = {"record": "fp8"}
+    dense.check(*build(planned=fp8, kv_cache=e4m3(40, 64, 576), kv_scale=0.3))
+    built, tensors = build(planned={**fp8, "q_dtype": "e4m3"}, kv_cache=e4m3(40, 64, 640), q=e4m3(3, 8, 576), kv_scale=0.3, q_scale=2.0)
+    dense.check(built, tensors)
+    as_bytes = dense._as_bytes(tensors.kv_cache)
+    assert (as_bytes.dtype, as_bytes.stride(), as_bytes.data_ptr()) == (torch.uint8, tensors.kv_cache.stride(), tensors.kv_cache.data_ptr())
+    assert dense._as_bytes(tensors.output) is tensors.output
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, "kv_cache has dtype torch.bfloat16, expected torch.float8_e4m3fn"),
+        ({"kv_cache": e4m3(40, 64, 576), "q": e4m3(3, 8, 576)}, "q has dtype torch.float8_e4m3fn, expected torch.bfloat16"),
+        ({"kv_cache": e4m3(40, 64, 584)}, r"kv_cache.stride\(0\) is 37376|kv_cache.stride\(1\) is 584 elements, expected a multiple of 16"),
+        ({"kv_cache": e4m3(40, 64, 576), "kv_scale": math.inf}, "kv_scale must be finite and above 0, got inf"),
+        ({"kv_cache": e4m3(40, 64, 576), "kv_scale": -1.0}, "kv_scale must be finite and above 0, got -1.0"),
+        ({"kv_cache": e4m3(40, 64, 576), "kv_scale": 1e-46}, "kv_scale must be finite and above 0, got 1e-46"),
+        ({"kv_cache": e4m3(40, 64, 576), "q_scale": 3.0}, "q_scale is 3.0, bf16 elements have no scale"),
+    ],
+)
+def test_e4m3_refusals(changes, message):
+    with pytest.raises(BindError, match=message):
+        dense.check(*build(planned={"record": "fp8"}, **changes))
+
+
+def test_window_refusals():
+    windowed = {"window": True}
+    dense.check(*build(planned=windowed, window=1))
+    with pytest.raises(BindError, match="window is needed: the plan has window=true"):
+        dense.check(*build(planned=windowed))
+    with pytest.raises(BindError, match="window must be at least 1, got 0"):
+        dense.check(*build(planned=windowed, window=0))
+
+
+def test_wide_records():
+    wide = {"q": bf16(3, 8, 1088), "kv_cache": bf16(40, 64, 1088), "output": bf16(3, 8, 1024)}
+    dense.check(*build(planned={"width": 1088}, **wide))
+    with pytest.raises(BindError, match=r"output.shape\[2\] is 512, expected 1024"):
+        dense.check(*build(planned={"width": 1088}, **{**wide, "output": bf16(3, 8, 512)}))

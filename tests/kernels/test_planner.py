@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -10,12 +12,17 @@ from hypothesis import strategies as st
 
 from mlactl.kernels import registry
 from mlactl.kernels.envelope import DenseEnvelope, enumerate_specs
-from mlactl.kernels.errors import PlanError
+from mlactl.kernels.errors import PlanError, SpecError
 from mlactl.kernels.mla import policy
-from mlactl.kernels.mla.config import SHARED_BYTES_LIMIT, TILE_ROWS, TILES, tile_config
+from mlactl.kernels.mla.config import SHARED_BYTES_LIMIT, STAGES, TILE_ROWS, tile_config
 from mlactl.kernels.mla.planner import DenseCaps, plan
+from mlactl.kernels.mla.policy import SparsePolicy
 
 HEADS = (5, 6, 8, 12, 16, 22, 48, 64, 96)
+
+
+SPARSE = SparsePolicy(8, 2, 4, min_tokens=4096)
+VARIANTS = ({"record": "bf16"}, {"record": "fp8"}, {"record": "fp8", "q_dtype": "e4m3"})
 
 
 @st.composite
@@ -30,6 +37,10 @@ def capacities(draw):
         multiprocessors=draw(st.sampled_from([48, 132, 170, 188])),
         arch=draw(st.sampled_from(["sm_120a", "sm_121a", "sm_90a"])),
         rows=1 if mode == "decode" else draw(st.integers(1, 8 if mode == "verify" else 600)),
+        width=draw(st.sampled_from([576, 576, 1088])),
+        splits=draw(st.sampled_from([None, None, 1, 3])),
+        **draw(st.sampled_from(VARIANTS)),
+        **({"per_query": True} if mode == "verify" and draw(st.booleans()) else draw(st.sampled_from([{}, {"sparse": SPARSE}, {"window": True}]))),
     )
 
 
@@ -52,12 +63,12 @@ def test_every_plan_is_inside_its_envelope(caps):
         modes=(caps.mode,),
         heads=caps.heads,
         verify_rows=(caps.rows,),
-        record="bf16",
-        q_dtype="bf16",
-        width=576,
-        per_query=False,
-        window=False,
-        sparse=False,
+        record=caps.record,
+        q_dtype=caps.q_dtype,
+        width=caps.width,
+        per_query=caps.per_query,
+        window=caps.window,
+        sparse=caps.sparse is not None,
     )
     assert set(plan(caps).specs) <= set(enumerate_specs(envelope))
 
@@ -95,9 +106,23 @@ def test_ragged_units_are_bounded(counts, heads):
         assert units <= policy.units_bound(tile, len(counts), sum(counts), heads, ragged=True)
 
 
-@pytest.mark.parametrize("tile", TILES)
-def test_tiles_fit_an_sm120_block(tile):
-    config = tile_config(tile, "bf16", 576)
+@pytest.mark.parametrize("record", ["bf16", "fp8"])
+@pytest.mark.parametrize("modes", [("decode",), policy.MODES])
+def test_the_whole_envelope_of_96_gathered_heads_is_at_most_ten_objects(record, modes):
+    """Decode, verify of 1 to 7 draft rows, extend; exact and sparse; causal and per-query: kimi-k3-tp8-dcp8 and its bf16 twin."""
+    found = enumerate_specs(
+        DenseEnvelope(modes, 96, tuple(range(2, 9)), record=record, q_dtype="bf16", width=576, per_query=True, window=False, sparse=True)
+    )
+    assert len(found) <= 10
+    if modes == policy.MODES:
+        forwards = [dict(spec.facts) for spec in found if spec.kernel_id == registry.DENSE_FORWARD.kernel_id]
+        assert {(facts["lengths"], facts["selection"]) for facts in forwards} == set(itertools.product(("causal", "per_query"), ("exact", "sparse")))
+
+
+@pytest.mark.parametrize(("tile", "width", "record"), STAGES)
+@pytest.mark.parametrize("q_dtype", ["bf16", "e4m3"])
+def test_tiles_fit_an_sm120_block(tile, width, record, q_dtype):
+    config = tile_config(tile, record, width, q_dtype)
     assert config.shared_bytes <= SHARED_BYTES_LIMIT
     assert TILE_ROWS[tile] == config.rows
     assert 256 * config.consumer_registers + 128 * config.producer_registers <= 168 * 384
@@ -117,6 +142,13 @@ def test_tiles_fit_an_sm120_block(tile):
         ({"rows": 2}, "decode takes one row a request, got rows=2"),
         ({"max_query_rows": 9}, "max_query_rows 9 does not fit 4 requests of at most 1 rows"),
         ({"max_tokens": 2**31}, "32-bit counts"),
+        ({"record": "nvfp4"}, "record 'nvfp4' is not one of bf16, fp8"),
+        ({"q_dtype": "fp16"}, "q_dtype 'fp16' is not one of bf16, e4m3"),
+        ({"q_dtype": "e4m3"}, "an e4m3 query is taken over fp8 records, record is bf16"),
+        ({"per_query": True}, "per-query lengths are verify's, mode is decode"),
+        ({"mode": "verify", "rows": 4, "per_query": True, "window": True}, "window and per-query lengths exclude each other"),
+        ({"sparse": SPARSE, "window": True}, "window and sparse exclude each other"),
+        ({"splits": 0}, "splits must be at least 1, got 0"),
     ],
 )
 def test_refusals_name_the_capacity(changes, message):
@@ -125,9 +157,22 @@ def test_refusals_name_the_capacity(changes, message):
         plan(DenseCaps(**{**caps, **changes}))
 
 
-def test_undeclared_or_unbuilt_facts_are_never_planned_silently():
-    built = plan(DenseCaps("decode", 8, 4, 100, 64, 188, "sm_120a", record="fp8"))
-    assert registry.not_built(built.forward) == "not built yet with record=fp8"
+@pytest.mark.parametrize("exclusion", registry.DENSE_FORWARD.exclusions, ids=str)
+def test_excluded_facts_are_refused_by_name(exclusion):
+    """A spec that no code exists for is no spec, whoever makes it."""
+    facts = {fact.name: fact.allowed[0] for fact in registry.DENSE_FORWARD.facts} | {"output": "split", "tile": "row64"}
+    with pytest.raises(SpecError, match=re.escape(exclusion.reason)):
+        registry.DENSE_FORWARD.spec(**{**facts, **exclusion.facts})
+
+
+def test_a_forced_split_count_is_the_budget():
+    caps = DenseCaps("verify", 8, 16, 8192, 64, 188, "sm_120a", rows=4)
+    for splits in (1, 2, 7):
+        built = plan(replace(caps, splits=splits))
+        # 16 requests of one 32-row tile each: the bound on units, which counts twice as many, would double the splits.
+        assert built.budget == (splits * 16 if splits > 1 else 0)
+        assert built.blocks == splits * built.units
+        assert built.forward == plan(caps).forward
 
 
 def test_split_budget_is_one_wave_until_units_pass_the_processors():

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlactl.kernels.mla import gate, reference
+from mlactl.kernels.mla.policy import SparsePolicy
 
 
 def dense_softmax(q, keys, seen, scale):
@@ -53,6 +54,80 @@ def test_reference_equals_a_dense_softmax_on_ragged_batches(lengths, counts, pag
                 value, expected_lse = dense_softmax(q[at, head], keys, seen, 0.07)
                 torch.testing.assert_close(output[at, head], value, rtol=1e-9, atol=1e-12)
                 assert lse[at, head] == pytest.approx(expected_lse, rel=1e-9)
+
+
+def attended(seen, window, policy, rows):
+    """Keys of one row, key by key, from the words of the contract."""
+    keys = []
+    for key in range(seen):
+        chunk, chunks = key // 64, -(-seen // 64)
+        selecting = policy is not None and policy.stride > 1 and seen > policy.min_tokens
+        if selecting and policy.refresh_interval and seen % policy.refresh_interval < rows:
+            selecting = False
+        kept = not selecting or chunk < policy.sink_chunks or chunk >= chunks - policy.recent_chunks
+        if kept or (chunk - policy.sink_chunks) % policy.stride == 0:
+            keys.append(key)
+    return keys if window is None else keys[-window:]
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 400), min_size=1, max_size=3),
+    rows=st.integers(1, 4),
+    seed=st.integers(0, 1000),
+    variant=st.sampled_from(["causal", "per_query"]),
+    kind=st.sampled_from(["exact", "window", "sparse"]),
+    record=st.sampled_from(["bf16", "fp8"]),
+)
+def test_reference_of_every_variant_equals_a_dense_softmax(lengths, rows, seed, variant, kind, record):
+    generator = torch.Generator().manual_seed(seed)
+    entries = [-(-length // 16) for length in lengths]
+    table = torch.full((len(lengths), max(entries) + 1), -1)
+    for i, count in enumerate(entries):
+        table[i, :count] = torch.arange(count) + sum(entries[:i])
+    dtype = torch.bfloat16 if record == "bf16" else torch.float8_e4m3fn
+    kv_scale, q_scale = (1.0, 1.0) if record == "bf16" else (0.37, 3.3)
+    kv = torch.randn(sum(entries) + 1, 16, 576, generator=generator).to(dtype)
+    q = torch.randn(len(lengths) * rows, 1, 576, generator=generator).to(dtype)
+    own = torch.randint(-2, max(lengths) + 5, (len(lengths) * rows,), generator=generator).tolist()
+    window = 1 + seed % 90 if kind == "window" else None
+    policy = SparsePolicy(2 + seed % 3, seed % 2, 1 + seed % 2, seed % 200, seed % 2 * 50) if kind == "sparse" else None
+    output, lse = reference.dense_mla(
+        q,
+        kv,
+        table,
+        lengths,
+        [i * rows for i in range(len(lengths) + 1)],
+        0.01,
+        dtype=torch.float64,
+        query_cache_seqlens=own if variant == "per_query" else None,
+        window=window,
+        sparse=policy,
+        sparse_rows=rows,
+        kv_scale=kv_scale,
+        q_scale=q_scale,
+    )
+    for i, length in enumerate(lengths):
+        for row in range(rows):
+            at = i * rows + row
+            seen = own[at] if variant == "per_query" else length - rows + row + 1
+            keys = attended(max(0, min(length, seen)), window, policy, rows)
+            records = [kv[table[i, key // 16], key % 16].double() * kv_scale for key in keys]
+            value, expected_lse = dense_softmax(q[at, 0].double() * q_scale, records, len(records), 0.01)
+            torch.testing.assert_close(output[at, 0], value, rtol=1e-9, atol=1e-12)
+            assert lse[at, 0] == pytest.approx(expected_lse, rel=1e-9)
+
+
+def test_a4_rank_local_lengths():
+    """World 2, rank 1, interleave 1, global lengths 8, 9, 10: the shard holds 5 keys and rows see 4, 4, 5, not 3, 4, 5."""
+    own = [len(range(1, length, 2)) for length in (8, 9, 10)]
+    assert own == [4, 4, 5]
+    assert [reference.visible_keys(5, 3, row) for row in range(3)] == [3, 4, 5]
+    q, kv = torch.randn(3, 1, 576), torch.randn(1, 16, 576)
+    output, _ = reference.dense_mla(q, kv, torch.zeros(1, 1, dtype=torch.int32), [5], [0, 3], 0.1, query_cache_seqlens=own)
+    for row, seen in enumerate(own):
+        alone, _ = reference.dense_mla(q[row : row + 1], kv, torch.zeros(1, 1, dtype=torch.int32), [seen], [0, 1], 0.1)
+        torch.testing.assert_close(output[row], alone[0])
 
 
 def test_rows_past_the_last_boundary_are_empty():

@@ -21,6 +21,10 @@ LIGHT = (
     "mlactl.warmup.pool",
     "mlactl.warmup.worker",
     "mlactl.scales.needs",
+    "mlactl.bench.computed",
+    "mlactl.bench.objects",
+    "mlactl.bench.record",
+    "mlactl.cli.bench",
     "mlactl.ui.output",
     "mlactl.cli.app",
 )

@@ -1,7 +1,9 @@
 """Profiles: the numbers of the shipped ones, what a file may hold, and where files are looked for."""
 
+import itertools
 import os
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,8 @@ from hypothesis import strategies as st
 
 from mlactl import profiles
 from mlactl.errors import CannotRun
-from mlactl.kernels.envelope import DenseEnvelope, SparseEnvelope
+from mlactl.kernels.envelope import DenseEnvelope, SparseEnvelope, enumerate_specs
+from mlactl.kernels.registry import DENSE_FORWARD
 from mlactl.profiles import BadProfile, UnknownProfile, examine, load
 
 DENSE = """
@@ -74,12 +77,12 @@ def findings(tmp_path, text):
 @pytest.mark.parametrize(
     ("name", "local", "seen", "shard", "record", "page", "modes", "drafts"),
     [
-        ("ci-small", 8, 8, 4096, "bf16", 64, ("decode",), ()),
+        ("ci-small", 8, 8, 4096, "bf16", 64, ("decode", "verify", "extend"), (3,)),
         ("glm-5.2-tp4-dcp4", 16, 64, 262144, "nvfp4_ds_mla_432", 64, ("decode", "verify", "prefill"), (2, 3)),
         ("glm-5.2-tp8", 8, 8, None, "fp8_ds_mla", 64, ("decode", "verify", "prefill"), (3,)),
-        ("kimi-k3-tp16-dcp16", 6, 96, None, "fp8", 1536, ("decode", "verify", "extend"), (3,)),
-        ("kimi-k3-tp8-dcp8", 12, 96, 131072, "fp8", 1536, ("decode", "verify", "extend"), (3,)),
-        ("kimi-k3-tp8-dcp8-bf16", 12, 96, 131072, "bf16", 1536, ("decode",), ()),
+        ("kimi-k3-tp16-dcp16", 6, 96, None, "fp8", 1536, ("decode", "verify", "extend"), (1, 2, 3, 4, 5, 6, 7)),
+        ("kimi-k3-tp8-dcp8", 12, 96, 131072, "fp8", 1536, ("decode", "verify", "extend"), (1, 2, 3, 4, 5, 6, 7)),
+        ("kimi-k3-tp8-dcp8-bf16", 12, 96, 131072, "bf16", 1536, ("decode", "verify", "extend"), (1, 2, 3, 4, 5, 6, 7)),
     ],
 )
 def test_shipped_profiles(name, local, seen, shard, record, page, modes, drafts):
@@ -94,14 +97,33 @@ def test_every_shipped_profile_is_tested_above():
     assert tuple(sorted(case[0] for case in mark.args[1])) == profiles.names()
 
 
-def test_the_decode_envelope_is_at_most_five_objects():
-    for name in ("ci-small", "kimi-k3-tp8-dcp8-bf16"):
-        assert 1 <= len(load(name).specs()) <= 5
+DENSE_PROFILES = ("ci-small", "kimi-k3-tp16-dcp16", "kimi-k3-tp8-dcp8", "kimi-k3-tp8-dcp8-bf16")
 
 
-def test_complete_profiles_need_only_kernels_of_this_release():
-    assert load("ci-small").unbuilt() == ()
-    assert load("kimi-k3-tp8-dcp8-bf16").unbuilt() == ()
+@pytest.mark.parametrize("name", DENSE_PROFILES)
+def test_envelopes_stay_small(name):
+    """All batch sizes, lengths and page sizes of decode take at most 5 objects; decode, verify of every draft depth and extend,
+    exact and sparse, causal and per-query, at most 10."""
+    profile = load(name)
+    (envelope,) = profile.envelopes()
+    assert 1 <= len(enumerate_specs(replace(envelope, modes=("decode",)))) <= 5
+    assert len(profile.specs()) <= 10
+
+
+@pytest.mark.parametrize("name", DENSE_PROFILES)
+def test_complete_profiles_need_only_kernels_of_this_release(name):
+    assert load(name).unbuilt() == ()
+
+
+@pytest.mark.parametrize("name", DENSE_PROFILES[1:])
+def test_kimi_profiles_hold_exact_and_sparse_causal_and_per_query(name):
+    forwards = [dict(spec.facts) for spec in load(name).specs() if spec.kernel_id == DENSE_FORWARD.kernel_id]
+    assert {(facts["lengths"], facts["selection"]) for facts in forwards} == set(itertools.product(("causal", "per_query"), ("exact", "sparse")))
+
+
+def test_an_e4m3_query_over_bf16_pages_is_a_misfit(tmp_path):
+    text = DENSE.replace('q_dtype = "bf16"', 'q_dtype = "e4m3"')
+    assert findings(tmp_path, text) == ["kv.q_dtype: 'e4m3' queries are taken over fp8 records, kv.record is 'bf16'"]
 
 
 def test_a_mode_whose_kernel_comes_later_is_named():

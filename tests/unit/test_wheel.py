@@ -81,6 +81,12 @@ def test_the_installed_package_plans_a_warmup(installed, tmp_path):
     run(home / "bin" / "mlactl", "warmup", "--profile", "ci-small", "--dry-run", cwd=tmp_path, env=environment(home))
 
 
+def test_the_installed_command_knows_its_cards(installed, tmp_path):
+    home, _, _ = installed
+    command = ("bench", "verify-plan", "--card", "dgx-spark", "--arms", "tiled", "--shapes", "1x4xH8x64", "-q")
+    assert run(home / "bin" / "mlactl", *command, cwd=tmp_path, env=environment(home)).split()[:2] == ["1x4xH8x64", "tiled"]
+
+
 def test_the_same_sources_digest_as_in_the_checkout(installed, tmp_path):
     """Keys made by an installed package and by the checkout it was built from must agree."""
     from mlactl.kernels.registry import KERNELS, sources_digest
