@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
@@ -31,7 +31,7 @@ from mlactl.kernels.mla import gate
 from mlactl.opening import open_runtime
 
 FLUSH_BYTES = 256 << 20
-RECORD_BYTES, QUERY_BYTES, OUTPUT_BYTES = 1152, 1152, 1024
+RECORD_BYTES, QUERY_BYTES, OUTPUT_BYTES = {"bf16": 1152, "fp8": 576}, 1152, 1024
 FLOP_PER_KEY = 2 * (576 + 512)
 
 
@@ -45,10 +45,11 @@ class Shape:
     heads: int
     tokens: int
     ragged: bool = False
+    record: str = "bf16"
 
     def label(self) -> str:
         rows = f" x {self.rows}" if self.rows > 1 else ""
-        return f"{self.mode} {self.requests}{rows}, H {self.heads}, {self.tokens:,}{' ragged' if self.ragged else ''}"
+        return f"{self.mode} {self.requests}{rows}, H {self.heads}, {self.tokens:,}{' ragged' if self.ragged else ''}{' fp8' if self.record == 'fp8' else ''}"
 
     def lengths(self) -> list[int]:
         if not self.ragged:
@@ -76,6 +77,7 @@ SHAPES = (
     Shape("decode", 32, 1, 16, 8192, ragged=True),
     Shape("verify", 8, 4, 64, 8192, ragged=True),
 )
+SHAPES += tuple(replace(shape, record="fp8") for shape in SHAPES)
 
 
 @dataclass
@@ -93,7 +95,7 @@ def floors_us(case: Case, copy_bytes_s: float, tflops: float) -> tuple[float, fl
     """(memory floor, mma.sync floor): each record once plus q and output; FLOP over the keys each row sees."""
     heads = case.plan.caps.heads
     total = case.boundaries[-1]
-    moved = sum(case.lengths) * RECORD_BYTES + total * heads * (QUERY_BYTES + OUTPUT_BYTES)
+    moved = sum(case.lengths) * RECORD_BYTES[case.plan.caps.record] + total * heads * (QUERY_BYTES + OUTPUT_BYTES)
     flop = sum(
         length * (last - first) * heads * FLOP_PER_KEY
         for length, first, last in zip(case.lengths, case.boundaries, case.boundaries[1:], strict=False)
@@ -118,7 +120,16 @@ def copy_bandwidth() -> float:
 def prepare(shape: Shape, arch: str, multiprocessors: int, seed: int) -> Arm:
     counts = [shape.rows] * shape.requests if shape.mode == "extend" else None
     case = make_case(
-        arch, multiprocessors, shape.lengths(), heads=shape.heads, mode=shape.mode, rows=shape.rows, row_counts=counts, seed=seed, spare_entries=0
+        arch,
+        multiprocessors,
+        shape.lengths(),
+        heads=shape.heads,
+        mode=shape.mode,
+        rows=shape.rows,
+        row_counts=counts,
+        seed=seed,
+        spare_entries=0,
+        record=shape.record,
     )
     verdict = case.judge()
     binding = case.bind()
