@@ -49,7 +49,8 @@ class Shape:
 
     def label(self) -> str:
         rows = f" x {self.rows}" if self.rows > 1 else ""
-        return f"{self.mode} {self.requests}{rows}, H {self.heads}, {self.tokens:,}{' ragged' if self.ragged else ''}{' fp8' if self.record == 'fp8' else ''}"
+        notes = " ragged" * self.ragged + f" {self.record}" * (self.record != "bf16")
+        return f"{self.mode} {self.requests}{rows}, H {self.heads}, {self.tokens:,}{notes}"
 
     def lengths(self) -> list[int]:
         if not self.ragged:
