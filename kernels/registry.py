@@ -110,6 +110,8 @@ _TILE = Fact(
     ("tok16", "tok32", "row64"),
 )
 
+_SPARSE_NUMBERS = ("stride", "sink_chunks", "recent_chunks", "min_tokens", "refresh_interval")
+
 _DENSE_EXCLUSIONS = (
     Exclusion({"q_dtype": "e4m3", "record": "bf16"}, "an E4M3 query is taken over E4M3 records"),
     *(Exclusion({"width": 1088, "tile": tile}, "the output does not fit the registers: width 1088 is tok16's") for tile in ("tok32", "row64")),
@@ -140,6 +142,8 @@ DENSE_FORWARD = Kernel(
         Scalar("sm_scale", "runtime", "softmax scale"),
         Scalar("kv_scale", "runtime", "scalar scale of E4M3 KV"),
         Scalar("q_scale", "runtime", "scalar scale of an E4M3 query"),
+        Scalar("window", "runtime", "keys a row sees at most, read where the fact window is true"),
+        *(Scalar(name, "runtime", "number of the sparse policy, read where the fact selection is sparse") for name in _SPARSE_NUMBERS),
     ),
     history=(
         Bump(1, "first layout: one request a block, sizes compiled in"),
