@@ -76,23 +76,30 @@ def main() -> int:
     rates = Rates(measure.copy_bytes_per_s(), mma)
     print(f"{card}: copy {rates.bytes_per_s * 1e-9:.0f} GB/s, mma.sync {rates.flop_per_s * 1e-12:.0f} TFLOP/s", flush=True)
     layouts = {record: Layout(record=record) for record in options.kv.split(",")}
-    ready = []
+    ready, refusals = [], 0
     for seed, (shape, record) in enumerate(itertools.product(chosen, layouts)):
         layout = layouts[record]
         plan = planned(record, caps_of(shape, layout, target), shape, layout)
         bound, worst, refused = prepare(shape, layout, plan, seed)
         if refused:
             print(f"{shape.label()} {record}: not timed, the gate refused it: {refused}", flush=True)
-            return 1
-        ready.append((plan, measure.capture(shape.name, bound.binding.run), worst, bound))
-    measure.sample([timed for _, timed, _, _ in ready], options.samples)
-    host = measure.host_cost_us(ready[0][3].binding.run)
-    arms = [ArmResult(plan, floors(plan.work, rates), TIMED, None, worst, tuple(timed.samples_us)) for plan, timed, worst, _ in ready]
+            refusals += 1
+            continue
+        ready.append((shape, plan, measure.capture(shape.name, bound.binding.run), worst, bound))
+    if not ready:
+        return 1
+    measure.sample([timed for _, _, timed, _, _ in ready], options.samples)
+    host = measure.host_cost_us(ready[0][4].binding.run)
     results = []
-    for index, shape in enumerate(chosen):
-        own = tuple(arms[index * len(layouts) : (index + 1) * len(layouts)])
-        results.append(ShapeResult(shape, own[0].floors, own))
-        print_result(results[-1])
+    for shape in chosen:
+        arms = tuple(
+            ArmResult(plan, floors(plan.work, rates), TIMED, None, worst, tuple(timed.samples_us))
+            for its_shape, plan, timed, worst, _ in ready
+            if its_shape is shape
+        )
+        if arms:
+            results.append(ShapeResult(shape, arms[0].floors, arms))
+            print_result(results[-1])
     print(f"host cost of run(): {statistics.median(host):.1f} us (min {min(host):.1f})")
     if options.out:
         first = next(iter(layouts.values()))
@@ -101,7 +108,7 @@ def main() -> int:
         cost = {"median": statistics.median(host), "samples": host, "direction": "lower is better"}
         record = {"schema_version": 1, **whole, "benchmark": "dense_mla", "versions": {**whole["versions"], "torch": torch.__version__}}
         options.out.write_text(json.dumps({**record, "host_run_us": cost}, indent=1))
-    return 0
+    return 1 if refusals else 0
 
 
 if __name__ == "__main__":
