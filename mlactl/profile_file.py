@@ -13,7 +13,10 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from mlactl.errors import CannotRun
+from mlactl.regular_files import read_bytes
+
+MAX_FILE_BYTES = 2**20
+"""Far over any profile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,14 +96,14 @@ _OPTIONAL_SECTIONS = ("scales",)
 def read_file(path: Path) -> tuple[Values, list[Finding]]:
     """The file's values with defaults filled in, as `{"name", "model": {…}, …}`, and everything wrong with its shape.
 
-    With findings the values are incomplete and not to be used. Raises CannotRun when the file cannot be read.
+    With findings the values are incomplete and not to be used. Raises CannotRun when the file cannot be read, is no regular
+    file or is far too large for a profile.
     """
     import tomli
 
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise CannotRun(f"{path}: {error.strerror}", hint="mlactl profile ls") from error
+    data = read_bytes(path, MAX_FILE_BYTES, "TOML", "mlactl profile ls")
+    if data.startswith(b"\xef\xbb\xbf"):
+        return {}, [Finding("", "begins with a byte order mark (EF BB BF), expected plain UTF-8: save it without one")]
     try:
         document = tomli.loads(data.decode())
     except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:

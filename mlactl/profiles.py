@@ -6,7 +6,6 @@ capacities for people and planners; what forks code leaves it as envelopes. Impo
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -19,6 +18,7 @@ from mlactl.kernels.envelope import DenseEnvelope, Envelope, SparseEnvelope, enu
 from mlactl.kernels.registry import DENSE_FORWARD, SPARSE_DECODE, Kernel, not_built
 from mlactl.kernels.spec import CompileSpec, FactValue
 from mlactl.profile_file import Finding, Values, read_file
+from mlactl.regular_files import sha256_of
 
 SHIPPED = Path(__file__).resolve().parent / "_profiles"
 MACHINE = Path("/etc/mlactl/profiles")
@@ -209,9 +209,15 @@ class Found:
 
 
 def folders() -> tuple[tuple[str, Path], ...]:
-    """(origin, folder) in search order."""
-    config = os.path.expanduser(os.environ.get("XDG_CONFIG_HOME") or "~/.config")  # noqa: PTH111  Path's raises without a home
-    return (("user", Path(config) / "mlactl" / "profiles"), ("machine", MACHINE), ("shipped", SHIPPED))
+    """(origin, folder) in search order; a user without a home directory has no folder of their own."""
+    config = _at_home(os.environ.get("XDG_CONFIG_HOME") or "~/.config")
+    own = () if config.parts[:1] == ("~",) else (("user", config / "mlactl" / "profiles"),)
+    return (*own, ("machine", MACHINE), ("shipped", SHIPPED))
+
+
+def _at_home(path: str | Path) -> Path:
+    """The path with a leading `~` replaced; as it is where there is no home directory (Path's own method raises)."""
+    return Path(os.path.expanduser(path))  # noqa: PTH111
 
 
 def found() -> tuple[Found, ...]:
@@ -231,7 +237,7 @@ def names() -> tuple[str, ...]:
 def locate(name_or_path: str) -> Path:
     """The file of a profile name or path; raises UnknownProfile naming the nearest name."""
     if "/" in name_or_path or name_or_path.endswith(".toml"):
-        return Path(name_or_path).expanduser().absolute()
+        return _at_home(name_or_path).absolute()
     for item in found():
         if item.name == name_or_path:
             return item.path
@@ -271,7 +277,7 @@ def _build(values: Values, path: Path) -> Profile:
         parallel=Parallel(**values["parallel"]),
         kv=KvCache(**values["kv"]),
         serving=Serving(**serving, sparse_policy=None if policy is None else SparsePolicy(**policy)),
-        scales=None if scales is None else ScaleFile((path.parent / Path(scales["file"]).expanduser()).absolute(), scales["sha256"]),
+        scales=None if scales is None else ScaleFile((path.parent / _at_home(scales["file"])).absolute(), scales["sha256"]),
         path=path,
     )
 
@@ -334,9 +340,9 @@ def _scale_file_misfits(profile: Profile) -> Iterator[Finding]:
     if profile.scales is None:
         return
     try:
-        digest = hashlib.sha256(profile.scales.file.read_bytes()).hexdigest()
-    except OSError as error:
-        yield Finding("scales.file", f"{profile.scales.file}: {error.strerror}")
+        digest = sha256_of(profile.scales.file)
+    except CannotRun as error:
+        yield Finding("scales.file", error.message)
         return
     if profile.scales.sha256 not in (None, digest):
         yield Finding("scales.sha256", f"{profile.scales.sha256} is not the digest of {profile.scales.file}, which is {digest}")

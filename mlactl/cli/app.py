@@ -6,22 +6,23 @@ table below, so that start-up costs the same however many commands there are.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
 import sys
 import traceback
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TextIO, cast
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
-from mlactl.errors import Interrupted, MlactlError
+from mlactl.errors import CannotRun, Interrupted, MlactlError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from mlactl.ui.streams import GuardedStdout
 
 COMPLETION_VARIABLE = "_MLACTL_COMPLETE"
 """Set by the shell's completion script, which typer answers."""
@@ -108,13 +109,37 @@ def root(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command line and returns its exit code; never lets a traceback out without MLACTL_DEBUG=1."""
+    from mlactl.ui.streams import GuardedStdout, discard, open_missing
+
+    open_missing()
+    stdout = sys.stdout
+    guarded = GuardedStdout(stdout)
+    sys.stdout = cast("TextIO", guarded)
     try:
         code = _run(argv)
-        sys.stdout.flush()
+        if not guarded.failed:
+            code = _flush(guarded, code)
+        if guarded.failed:
+            discard(stdout)
+        sys.stderr.flush()
     except BrokenPipeError:
         # The reader went away (`mlactl cache ls | head`): nothing to say, and nothing to flush at exit either.
-        _discard_stdout()
+        discard(stdout)
         return BROKEN_PIPE_EXIT
+    except OSError:
+        # What is left is stderr that cannot be written, of which nobody can be told.
+        discard(sys.stderr)
+        return CannotRun.exit_code
+    finally:
+        sys.stdout = stdout
+    return code
+
+
+def _flush(stdout: GuardedStdout, code: int) -> int:
+    try:
+        stdout.flush()
+    except CannotRun as error:
+        return _fail(error)
     return code
 
 
@@ -179,8 +204,3 @@ def _usage_error(error: typer.TyperException) -> int:
         sys.stderr.write(f"error: {text[:1].lower() + text[1:]}\n")
         sys.stderr.write(f"hint: {context.command_path if context is not None else 'mlactl'} --help\n")
     return 2
-
-
-def _discard_stdout() -> None:
-    with contextlib.suppress(OSError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

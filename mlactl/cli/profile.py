@@ -10,10 +10,10 @@ from typing import Annotated, Any
 import typer
 
 from mlactl.cli import options
-from mlactl.errors import MlactlError, NotFound
+from mlactl.errors import MlactlError
 from mlactl.kernels.spec import ARCHES
 from mlactl.profile_file import Finding
-from mlactl.profiles import BadProfile, Found, Profile, UnknownProfile, examine, found, load, locate
+from mlactl.profiles import BadProfile, Found, Profile, examine, found, load, locate
 from mlactl.ui.output import Column, Output
 
 app = typer.Typer(help="List, show and check deployment profiles", no_args_is_help=True, rich_markup_mode=None)
@@ -34,6 +34,26 @@ class _Listed:
             return "cannot be used"
         missing = self.profile.unbuilt()
         return f"{len(missing)} of {len(self.profile.specs())} not built yet" if missing else "complete"
+
+
+@dataclass(frozen=True, slots=True)
+class _Checked:
+    """One name or path of `check`: everything wrong with the file, or why there is nothing to say of it."""
+
+    asked: str
+    path: Path | None
+    profile: Profile | None
+    findings: tuple[Finding, ...]
+    error: MlactlError | None
+
+    @property
+    def exit_code(self) -> int:
+        return int(bool(self.findings)) if self.error is None else self.error.exit_code
+
+    @property
+    def shown(self) -> str:
+        """The file, or the name that leads to none."""
+        return self.asked if self.path is None else str(self.path)
 
 
 @app.command()
@@ -65,10 +85,7 @@ def show(
 ) -> None:
     """Show one profile, what kernels see of it, its objects."""
     out = options.make_output(output, json, quiet)
-    try:
-        loaded = load(profile)
-    except UnknownProfile as error:
-        raise NotFound(error.message, hint=error.hint) from error
+    loaded = load(profile)
     specs, reasons = loaded.specs(), dict(loaded.unbuilt())
     rows: list[dict[str, Any]] = [{**spec.as_json(), "label": spec.label(), "not_built": reasons.get(spec)} for spec in specs]
     document = {"profile": loaded.as_json(), "arches": list(ARCHES), "complete": not reasons, "specs": rows}
@@ -81,24 +98,39 @@ def check(
     output: options.OutputOption = None,
     json: options.JsonOption = False,
     quiet: options.QuietOption = False,
-) -> None:
-    """Check profile files; exit 1 when anything is found."""
+) -> int:
+    """Check profile files; the worst result is the exit code.
+
+    Each one is judged. Exit codes: 0 all are right; 1 something was found; 2 an unknown name, or a file that cannot be read.
+    """
     out = options.make_output(output, json, quiet)
-    results = [(path, *examine(path)) for path in map(locate, profiles)]
-    document = {
-        "profiles": [
-            {
-                "path": str(path),
-                "name": None if profile is None else profile.name,
-                "ok": not findings,
-                "findings": [_finding_json(item) for item in findings],
-            }
-            for path, profile, findings in results
-        ]
+    results = [_checked(name) for name in profiles]
+    document = {"profiles": [_checked_json(result) for result in results]}
+    out.document(document, lambda: _check_human(out, results), lambda: [result.shown for result in results if result.exit_code])
+    for result in results:
+        if result.error is not None:
+            out.error(result.error)
+    return max(result.exit_code for result in results)
+
+
+def _checked(name: str) -> _Checked:
+    path = None
+    try:
+        path = locate(name)
+        return _Checked(name, path, *examine(path), None)
+    except MlactlError as error:
+        # The others are judged all the same.
+        return _Checked(name, path, None, (), error)
+
+
+def _checked_json(result: _Checked) -> dict[str, Any]:
+    return {
+        "path": None if result.path is None else str(result.path),
+        "name": result.profile.name if result.profile is not None else result.asked if result.path is None else None,
+        "ok": not result.exit_code,
+        "findings": [_finding_json(item) for item in result.findings],
+        "error": None if result.error is None else result.error.message,
     }
-    out.document(document, lambda: _check_human(out, results), lambda: [str(path) for path, _, findings in results if findings])
-    if any(findings for _, _, findings in results):
-        raise typer.Exit(1)
 
 
 def _listed(place: Found) -> _Listed:
@@ -191,9 +223,9 @@ def _optional(value: int | None, unit: str) -> str:
     return f"{unit} not given".strip() if value is None else f"{value} {unit}".strip()
 
 
-def _check_human(out: Output, results: Sequence[tuple[Path, Profile | None, tuple[Finding, ...]]]) -> None:
-    for path, profile, findings in results:
-        for finding in findings:
-            out.line(f"{path}: {finding.text()}")
-        if not findings and profile is not None:
-            out.line(f"{path}: ok, {len(profile.specs())} objects an arch")
+def _check_human(out: Output, results: Sequence[_Checked]) -> None:
+    for result in results:
+        for finding in result.findings:
+            out.line(f"{result.path}: {finding.text()}")
+        if not result.findings and result.profile is not None:
+            out.line(f"{result.path}: ok, {len(result.profile.specs())} objects an arch")

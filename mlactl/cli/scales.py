@@ -232,7 +232,10 @@ def fit_command(
     json: options.JsonOption = False,
     quiet: options.QuietOption = False,
 ) -> int:
-    """Write an outer-scale file from per-layer amplitudes: scale = max_abs * headroom / 2688."""
+    """Write an outer-scale file from layer amplitudes.
+
+    A layer's scale is max_abs * headroom / 2688.
+    """
     from mlactl.scales.fit import fit, write
 
     out = options.make_output(output, json, quiet)

@@ -183,6 +183,49 @@ def test_a_reader_that_goes_away_is_no_error_message(cli):
     assert (done.code, done.stderr) == (141, "")
 
 
+def shell(cli, line):
+    """Runs `line` with "$@" standing for mlactl, as only a shell can close streams."""
+    return subprocess.run(["bash", "-c", line, "bash", *cli.launch], capture_output=True, text=True, env=cli.env, check=False)
+
+
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        ('"$@" profile ls >&-', 0),
+        ('"$@" profile ls --json >&-', 0),
+        ('"$@" --version >&-', 0),
+        ('"$@" profile ls 2>&-', 0),
+        ('"$@" --nonsense 2>&-', 2),
+        ('"$@" profile show nosuch <&- >&- 2>&-', 2),
+    ],
+)
+def test_closed_streams_change_no_exit_code(cli, line, code):
+    """A job started with `>&-` got a traceback over None and exit code 1, which means findings."""
+    done = shell(cli, line)
+    assert done.returncode == code
+    assert "Traceback" not in done.stderr
+    if line.endswith("ls 2>&-"):
+        assert "ci-small" in done.stdout
+
+
+@pytest.mark.parametrize("arguments", [("profile", "ls", "--json"), ("profile", "ls"), ("profile", "ls", "-q"), ("--help",), ("--version",)])
+def test_a_full_disk_behind_stdout_is_an_ordinary_error(cli, arguments):
+    """Python reported the lost output after the program had ended, with exit code 120, or it was called an internal error."""
+    with open("/dev/full", "wb") as full:
+        done = cli(*arguments, stdout=full)
+    assert done.code == 2
+    said = [line for line in done.stderr.splitlines() if line.startswith(("error", "internal", "Exception"))]
+    assert said == ["error: cannot write stdout: no space left on device"]
+
+
+def test_a_full_disk_behind_stderr_is_no_traceback(cli):
+    """The error about the error had a traceback and exit code 120."""
+    with open("/dev/full", "wb") as full:
+        process = cli.start("profile", "show", "nosuch", stderr=full)
+    assert process.communicate(timeout=300) == ("", None)
+    assert process.returncode == 2
+
+
 def test_ctrl_c_before_anything_started(cli):
     cli.launch = (
         sys.executable,

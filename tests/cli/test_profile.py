@@ -1,5 +1,8 @@
 """`mlactl profile ls, show, check`: every output mode and exit code."""
 
+import os
+import sys
+
 import pytest
 
 GOOD = """
@@ -103,9 +106,11 @@ def test_show_without_a_longest_context_says_what_is_not_known(cli):
     assert "tokens a shard holds  not known without serving.max_context\n" in done.stdout
 
 
-def test_show_of_an_unknown_name_exits_1(cli):
-    done = cli("profile", "show", "kimi")
-    assert (done.code, done.stdout) == (1, "")
+@pytest.mark.parametrize("command", [("profile", "show"), ("profile", "check"), ("warmup", "--check", "--profile"), ("cache", "why", "--profile")])
+def test_an_unknown_name_is_a_usage_error_in_every_command(cli, command):
+    """`show` exited 1 and `warmup` 2; 1 is what `check` finds and `warmup --check` misses, so a script read a typing error as that."""
+    done = cli(*command, "kimi")
+    assert (done.code, done.stdout) == (2, "")
     assert done.stderr.startswith("error: no profile named 'kimi', ")
     assert done.stderr.endswith("\nhint: mlactl profile ls; a path needs a '/' or ends in .toml\n")
 
@@ -147,4 +152,82 @@ def test_check_names_every_finding_and_exits_1_in_every_mode(cli, tmp_path):
 def test_check_of_an_absent_file_exits_2(cli, tmp_path):
     done = cli("profile", "check", tmp_path / "absent.toml")
     assert (done.code, done.stdout) == (2, "")
-    assert done.stderr == f"error: {tmp_path}/absent.toml: No such file or directory\nhint: mlactl profile ls\n"
+    assert done.stderr == f"error: {tmp_path}/absent.toml: no such file or directory\nhint: ls -ld {tmp_path}/absent.toml\n"
+
+
+def test_check_judges_each_and_the_worst_code_counts(cli, tmp_path):
+    """The first unknown name ended the command, and what was wrong with the files before it was never said."""
+    good, bad = tmp_path / "good.toml", tmp_path / "bad.toml"
+    good.write_text(GOOD)
+    bad.write_text(GOOD.replace("tp = 4", "tp = 3"))
+    done = cli.every_mode("profile", "check", bad, "nosuch", good, tmp_path / "absent.toml", code=2)
+    finding = {"key": "model.heads", "message": "64 heads do not divide over parallel.tp = 3 ranks"}
+    rows = done["json"].json["profiles"]
+    assert [(row["path"], row["name"], row["ok"], row["findings"]) for row in rows] == [
+        (str(bad), "mine", False, [finding]),
+        (None, "nosuch", False, []),
+        (str(good), "mine", True, []),
+        (f"{tmp_path}/absent.toml", None, False, []),
+    ]
+    assert [row["error"] is None for row in rows] == [True, False, True, False]
+    assert rows[1]["error"].startswith("no profile named 'nosuch', ")
+    assert [line.split(": ")[0] for line in done["human"].lines] == [str(bad), str(good)]
+    assert done["quiet"].lines == [str(bad), "nosuch", f"{tmp_path}/absent.toml"]
+    for result in done.values():
+        errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+        assert [line.split()[1] for line in errors] == ["no", f"{tmp_path}/absent.toml:"]
+    assert cli("profile", "check", good, bad).code == 1
+
+
+def test_a_byte_order_mark_is_called_one(cli, tmp_path):
+    """The parser says "Invalid statement (at line 1, column 1)" of a character that no editor shows."""
+    path = tmp_path / "mine.toml"
+    path.write_bytes(b"\xef\xbb\xbf" + GOOD.encode())
+    done = cli("profile", "check", path)
+    assert done.code == 1
+    assert done.stdout == f"{path}: begins with a byte order mark (EF BB BF), expected plain UTF-8: save it without one\n"
+
+
+def test_a_pipe_among_the_profiles_is_listed_as_bad(cli, own):
+    """`profile ls`, and completion with it, waited for ever for somebody to write to a pipe in the user's folder."""
+    pipe = own("mine", GOOD).with_name("pipe.toml")
+    os.mkfifo(pipe)
+    huge = own("huge", "")
+    os.truncate(huge, 1 << 40)
+    done = cli("profile", "ls", "--json", timeout=120)
+    errors = {row["name"]: row["error"] for row in done.json["profiles"]}
+    assert done.code == 0
+    assert errors["pipe"] == f"{pipe}: is a pipe, expected a file"
+    assert errors["huge"] == f"{huge}: 1099511627776 bytes, expected at most 1048576 of TOML"
+    assert errors["mine"] is None
+    for command in (("profile", "show"), ("profile", "check"), ("warmup", "--check", "--profile")):
+        done = cli(*command, "pipe", timeout=120)
+        assert done.code == 2
+        assert done.stderr.startswith(f"error: {pipe}: is a pipe, expected a file\n")
+
+
+def test_a_pipe_as_scale_file_is_a_finding(cli, tmp_path):
+    """Hashing the scale file that a profile names waited for ever as well."""
+    os.mkfifo(tmp_path / "scales.json")
+    path = tmp_path / "mine.toml"
+    path.write_text(GOOD + '[scales]\nfile = "scales.json"\n')
+    done = cli("profile", "check", path, timeout=120)
+    assert done.code == 1
+    assert f"{path}: scales.file: {tmp_path}/scales.json: is a pipe, expected a file" in done.lines
+
+
+def test_without_a_home_directory_the_users_folder_is_skipped(cli, tmp_path):
+    """In a container whose uid has no passwd entry and no HOME, every lookup of a profile was an internal error."""
+    code = (
+        "import os.path, sys; os.path.expanduser = lambda path: path; "  # what it does there
+        "from mlactl.cli.app import main; sys.exit(main())"
+    )
+    cli.launch = (sys.executable, "-c", code)
+    (tmp_path / "~" / ".config" / "mlactl" / "profiles").mkdir(parents=True)
+    (tmp_path / "~" / ".config" / "mlactl" / "profiles" / "stray.toml").write_text(GOOD)
+    done = cli("profile", "ls", "-q", cwd=tmp_path, env={"HOME": None})
+    assert (done.code, done.lines[0]) == (0, "ci-small")
+    assert "stray" not in done.lines
+    done = cli("profile", "check", "~/mine.toml", "ci-small", cwd=tmp_path, env={"HOME": None})
+    assert done.code == 2
+    assert done.stderr.startswith(f"error: {tmp_path}/~/mine.toml: no such file or directory\n")

@@ -318,7 +318,7 @@ def test_scale_file_is_found_next_to_the_profile_and_its_digest_checked(tmp_path
 
     digest = hashlib.sha256(b"{}").hexdigest()
     text = f'{SPARSE}\n[scales]\nfile = "scales.json"\nsha256 = "{digest}"\n'
-    assert findings(tmp_path, text) == [f"scales.file: {tmp_path / 'scales.json'}: No such file or directory"]
+    assert findings(tmp_path, text) == [f"scales.file: {tmp_path / 'scales.json'}: no such file or directory"]
     (tmp_path / "scales.json").write_text("{}")
     assert load(str(tmp_path / "mine.toml")).scales == profiles.ScaleFile(tmp_path / "scales.json", digest)
     (tmp_path / "scales.json").write_text("{ }")
@@ -368,7 +368,7 @@ def test_an_unknown_name_gets_the_nearest_one():
 
 
 def test_an_absent_path_is_named(tmp_path):
-    with pytest.raises(CannotRun, match=f"^{tmp_path}/absent.toml: No such file or directory$"):
+    with pytest.raises(CannotRun, match=f"^{tmp_path}/absent.toml: no such file or directory$"):
         load(f"{tmp_path}/absent.toml")
 
 
