@@ -65,7 +65,7 @@ def install(monkeypatch, *, wrong: Callable[[DensePlan], float] = lambda _: 1.0,
 
     def capture(name, run):
         run()
-        return measure.Timed(name, SimpleNamespace(replay=run))
+        return measure.Timed(name, SimpleNamespace(replay=run), run)
 
     monkeypatch.setattr(DensePlan, "bind", lambda plan, tensors: Launch(plan, tensors, wrong))
     monkeypatch.setattr(batch, "make_pool", partial(batch.make_pool, device="cpu"))

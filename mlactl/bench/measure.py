@@ -24,10 +24,14 @@ _BLOCKS_PER_PROCESSOR = 2
 
 @dataclass(slots=True)
 class Timed:
-    """A captured launch and its samples in microseconds."""
+    """A captured launch and its samples in microseconds.
+
+    `run` is what was captured: it keeps the tensors alive that the graph holds only by address.
+    """
 
     name: str
     graph: torch.cuda.CUDAGraph
+    run: Callable[[], object]
     samples_us: list[float] = field(default_factory=list)
 
 
@@ -37,7 +41,7 @@ def capture(name: str, run: Callable[[], object]) -> Timed:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
-    return Timed(name, graph)
+    return Timed(name, graph, run)
 
 
 def sample(timed: Sequence[Timed], samples: int, on_round: Callable[[], None] = lambda: None) -> None:

@@ -9,6 +9,7 @@ import torch
 from dense_cases import make_case, with_tensors
 
 from mlactl.kernels.mla import gate
+from mlactl.kernels.mla.config import TILE_ROWS
 from mlactl.kernels.mla.policy import SparsePolicy
 
 pytestmark = pytest.mark.gpu
@@ -307,7 +308,8 @@ def test_extend_of_1088_elements(arch, multiprocessors):
 @pytest.mark.parametrize("heads", [8, 64])
 def test_forced_splits(arch, multiprocessors, heads, splits):
     case = make_case(arch, multiprocessors, (3000, 3000, 5), heads=heads, mode="verify", rows=4, splits=splits)
-    assert case.plan.budget == (0 if splits == 1 else splits * case.plan.units)
+    tiles = 3 * -(-4 * heads // TILE_ROWS[case.plan.tile])
+    assert case.plan.budget == (0 if splits == 1 else splits * tiles)
     require(case.judge())
 
 
