@@ -183,6 +183,19 @@ def test_a_reader_that_goes_away_is_no_error_message(cli):
     assert (done.code, done.stderr) == (141, "")
 
 
+def test_a_path_that_is_not_utf_8_and_full_of_escapes_in_every_mode(cli, tmp_path):
+    """Such a name crashed JSON output, and in the other modes its escape sequences reached the terminal."""
+    path = os.fsencode(tmp_path) + b"/x\x1b[31m\xff.toml"
+    with open(path, "w") as file:
+        file.write("nothing")
+    done = cli.every_mode("profile", "check", os.fsdecode(path), code=1)
+    assert done["json"].json["profiles"][0]["path"] == f"{tmp_path}/x\x1b[31m\\udcff.toml"
+    assert done["human"].stdout.startswith(f"{tmp_path}/x\\x1b[31m\\udcff.toml: ")
+    assert done["quiet"].lines == [f"{tmp_path}/x\\x1b[31m\\udcff.toml"]
+    wrong = cli("profile", "\x1b[31m")
+    assert (wrong.code, "\x1b" in wrong.stderr) == (2, False)
+
+
 def shell(cli, line):
     """Runs `line` with "$@" standing for mlactl, as only a shell can close streams."""
     return subprocess.run(["bash", "-c", line, "bash", *cli.launch], capture_output=True, text=True, env=cli.env, check=False)
