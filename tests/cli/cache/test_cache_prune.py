@@ -6,6 +6,7 @@ import re
 import signal
 import sys
 import time
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -13,7 +14,9 @@ import stand_ins
 import tiny
 
 from mlactl.cache import locks
-from mlactl.cache.prune import PrunePlan, apply
+from mlactl.cache.prune import PrunePlan, apply, plan
+from mlactl.cache.selectors import Selectors
+from mlactl.cli.cache import remove
 
 TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ")
 
@@ -301,3 +304,13 @@ def test_slips_of_the_hand(cache, filled, tmp_path):
         done = cache("cache", *words)
         assert (done.code, said in done.stderr) == (2, True), (words, done.stderr)
     assert cache("cache", "show", filled.current.key.upper(), "-q").stdout == f"{filled.current.key}\n"
+
+
+def test_everything_kept_is_not_called_nothing_matched(store, filled):
+    """`prune --kernel X --keep-profile P` that keeps all of X said that nothing matched."""
+    made = plan(store, Selectors(kernels=("test.tiny",)), keep=[entry.manifest.spec for entry in filled.all])
+    told = []
+    remove._nothing_selected(SimpleNamespace(hint=told.append), made)
+    assert (len(made.kept), made.entries, told) == (6, (), [])
+    remove._nothing_selected(SimpleNamespace(hint=told.append), plan(store, Selectors(kernels=("other",))))
+    assert told[0].startswith("nothing matched; the root has test.tiny 0")
