@@ -118,7 +118,7 @@ def test_without_a_command_help_goes_to_stderr_and_the_exit_code_is_2(cli):
         (
             ("warmup", "--profile", "ci-small", "--arch", "sm_100a"),
             "error: --arch sm_100a is not supported, objects are made for sm_120a, sm_121a, sm_90a",
-            "hint: mlactl warmup --help",
+            "hint: --arch sm_120a or --arch sm_121a or --arch sm_90a",
         ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
