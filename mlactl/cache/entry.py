@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from mlactl.cache import trust
+from mlactl.cache import locks, trust
 from mlactl.cache.manifest import MAX_BYTES, BadManifest, Manifest, parse
 from mlactl.cache.roots import Layer
 from mlactl.kernels.errors import BadObject
@@ -38,6 +38,7 @@ class Status(StrEnum):
     TEMP = "temp"
     LOCKED = "locked"
     QUARANTINED = "quarantined"
+    UNTRUSTED = "untrusted"
 
 
 class Entry(msgspec.Struct, frozen=True, gc=False):
@@ -81,13 +82,23 @@ class RejectedObject(BadObject):
 
 
 def read_entry(layer: Layer, key: str) -> Entry | None:
-    """The entry of a full key in one layer; None when the layer has no file of it."""
+    """The entry of a full key in one layer; None when the layer has no file of it, or a link stands for its folder."""
     bucket = layer.bucket(key)
+    if linked(layer, key) is not None:
+        return None
     quarantined = os.path.lexists(f"{bucket}/{key}.quarantined")
     manifest = os.path.lexists(f"{bucket}/{key}.json")
     if not quarantined and not manifest and not os.path.lexists(f"{bucket}/{key}.so"):
         return None
     return shallow(layer, bucket, key, manifest=manifest, quarantined=quarantined)
+
+
+def linked(layer: Layer, key: str) -> str | None:
+    """Path of a symbolic link in the place of `v1` or of a key's bucket, which is never followed; None when there is none.
+
+    The root itself may be a link: whoever runs this tool chose it.
+    """
+    return next((path for path in (layer.folder(), layer.bucket(key)) if os.path.islink(path)), None)  # noqa: PTH114  once a lookup
 
 
 def shallow(layer: Layer, bucket: str, key: str, *, manifest: bool, quarantined: bool) -> Entry | None:
@@ -104,7 +115,8 @@ def shallow(layer: Layer, bucket: str, key: str, *, manifest: bool, quarantined:
     if not manifest:
         if object_bytes is None and not os.path.lexists(f"{bucket}/{key}.so"):
             return None
-        return Entry(key, layer, None, Status.NO_MANIFEST, "an object that was never committed, or whose manifest was removed", object_bytes)
+        said = problem or "an object that was never committed, or whose manifest was removed"
+        return Entry(key, layer, None, Status.NO_MANIFEST, said, object_bytes)
     if found is None:
         return Entry(key, layer, None, Status.BAD_MANIFEST, wrong, object_bytes, last_used)
     if object_bytes is None:
@@ -147,15 +159,35 @@ def status_of_part(part: str) -> Status:
 
 
 def examine(entry: Entry, *, digests_only: bool = False) -> Entry:
-    """The entry with the status of a full check; one that is not ok already comes back as it is. Owner and mode are not looked at."""
+    """The entry with the status of a full check, owner and mode included; one that is not ok already comes back as it is."""
     if entry.status is not Status.OK or entry.manifest is None:
         return entry
+    refused = distrust(entry)
+    if refused is not None:
+        return _restate(entry, Status.UNTRUSTED, refused.message)
     try:
         data, _ = _read_file(str(entry.object_path), entry.manifest.object_bytes)
     except OSError as error:
         return _restate(entry, Status.NO_OBJECT, _why(error))
     status, detail = check_object(entry.manifest, data, digests_only=digests_only)
     return entry if status is Status.OK else _restate(entry, status, detail)
+
+
+def distrust(entry: Entry) -> trust.Untrusted | None:
+    """Why a load of this entry would refuse its owner or mode, with how to mend that; None when it would not."""
+    root = str(entry.layer.path)
+    if trust.exempt(root):
+        return None
+    try:
+        trust.check_folders(entry.layer.bucket(entry.key), root)
+        for path in (entry.manifest_path, entry.object_path):
+            if path is not None and os.path.lexists(path):
+                trust.check(path, path.lstat())
+    except FileNotFoundError:
+        return None  # removed meanwhile
+    except trust.Untrusted as refused:
+        return refused
+    return None
 
 
 def read_checked(entry: Entry) -> tuple[Manifest, bytes]:
@@ -198,6 +230,8 @@ def _read_manifest(path: str, key: str) -> tuple[Manifest | None, str, float | N
         fd = os.open(path, _READ_FLAGS)
         try:
             info = os.fstat(fd)
+            if not stat.S_ISREG(info.st_mode):
+                return None, not_regular(info.st_mode), None
             data = os.read(fd, min(info.st_size, MAX_BYTES) + 1)  # not MAX_BYTES: allocating that costs more than the read
         finally:
             os.close(fd)
@@ -221,7 +255,7 @@ def _object_size(path: str) -> tuple[int | None, str]:
     except OSError as error:
         return None, _why(error)
     if not stat.S_ISREG(info.st_mode):
-        return None, "not a regular file"
+        return None, not_regular(info.st_mode)
     return info.st_size, ""
 
 
@@ -231,7 +265,7 @@ def _read_file(path: str, limit: int) -> tuple[bytes, os.stat_result]:
     with os.fdopen(fd, "rb", buffering=0) as file:
         info = os.fstat(fd)
         if not stat.S_ISREG(info.st_mode):
-            raise OSError(errno.EINVAL, "not a regular file")
+            raise OSError(errno.EINVAL, not_regular(info.st_mode))
         parts: list[bytes] = []
         left = limit + 1
         while left > 0 and (part := file.read(left)):
@@ -240,9 +274,14 @@ def _read_file(path: str, limit: int) -> tuple[bytes, os.stat_result]:
     return b"".join(parts), info
 
 
+def not_regular(mode: int) -> str:
+    """What stands in a file's place: `not a regular file but a FIFO`."""
+    return f"not a regular file but {locks.kind_of(mode)}"
+
+
 def _why(error: OSError) -> str:
     if error.errno == errno.ENOENT:
         return "the object is not there"
     if error.errno == errno.ELOOP:
-        return "a symbolic link, which is never followed"
+        return f"{not_regular(stat.S_IFLNK)}, which is never followed"
     return error.strerror or str(error)

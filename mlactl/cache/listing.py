@@ -134,6 +134,8 @@ def keys_that_start(store: Store, prefix: str) -> list[str]:
     """Keys of entries with a manifest whose key starts with `prefix`, by file names alone; for shell completion."""
     found: set[str] = set()
     for layer in store.roots.layers:
+        if os.path.islink(layer.folder()):  # noqa: PTH114
+            continue
         try:
             buckets = [name for name in os.listdir(layer.folder()) if len(name) == 2 and (name.startswith(prefix[:2]) or prefix.startswith(name))]
             for bucket in buckets:

@@ -40,7 +40,7 @@ def read_verified(entry: Entry) -> VerifiedObject:
 def _lease(entry: Entry) -> locks.Lease | None:
     try:
         return locks.acquire_entry(entry.layer, entry.key, exclusive=False, wait_s=_READ_WAIT_S)
-    except OSError:
+    except (OSError, locks.NotALockFile):
         return None
 
 

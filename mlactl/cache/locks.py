@@ -10,6 +10,8 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import shlex
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -51,6 +53,10 @@ class LockBusy(CannotRun):
         self.holder = holder
 
 
+class NotALockFile(CannotRun):
+    """Something else in a lock file's place, so that nothing can be locked."""
+
+
 @dataclass(slots=True)
 class Lease:
     """A held lock, its file first in `fds`. It lasts until `close` or until nobody refers to it."""
@@ -73,7 +79,10 @@ class Lease:
             os.close(fd)
 
     def __del__(self) -> None:
-        self.close()
+        try:  # noqa: SIM105  contextlib may be gone as well
+            self.close()
+        except (AttributeError, TypeError):
+            pass  # the interpreter is ending and its modules are gone; the kernel closes the files, which ends the lock
 
 
 @contextmanager
@@ -122,7 +131,8 @@ def acquire_entry(layer: Layer, key: str, *, exclusive: bool, wait_s: float) -> 
     """Takes an entry's lock, creating the lock file if need be; the holder of an exclusive one is written into it.
 
     Raises LockBusy naming the lock and its holder when it is not free within `wait_s`, at once when only readers hold
-    it (they keep it until their processes end), and OSError when the lock file cannot be opened.
+    it (they keep it until their processes end), NotALockFile when something else is in the lock file's place, and OSError
+    when the lock file cannot be opened.
     """
     root = acquire_root(layer, exclusive=False, wait_s=wait_s)
     try:
@@ -135,18 +145,19 @@ def acquire_entry(layer: Layer, key: str, *, exclusive: bool, wait_s: float) -> 
 
 
 def acquire_root(layer: Layer, *, exclusive: bool, wait_s: float) -> Lease:
-    """Takes the lock of the whole root; raises LockBusy or OSError as `acquire_entry` does."""
+    """Takes the lock of the whole root; raises what `acquire_entry` does."""
     return _acquire(root_lock_path(layer), exclusive=exclusive, wait_s=wait_s)
 
 
 def holder_of(layer: Layer, key: str) -> Holder | None:
     """Who holds an entry's lock exclusively right now; None when nobody does, or it cannot be told."""
     try:
-        fd = os.open(entry_lock_path(layer, key), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        # Non-blocking: opening a FIFO to read would wait for somebody to write.
+        fd = os.open(entry_lock_path(layer, key), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return None
     try:
-        if _try(fd, fcntl.LOCK_SH):
+        if not stat.S_ISREG(os.fstat(fd).st_mode) or _try(fd, fcntl.LOCK_SH):
             return None
         return _read_holder(fd) or Holder(0, "unknown host", "an unknown time")
     except OSError:
@@ -178,7 +189,21 @@ def _acquire(path: str, *, exclusive: bool, wait_s: float) -> Lease:
 
 
 def _open(path: str, *, exclusive: bool) -> int:
-    flags = os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        fd = _open_or_make(path, exclusive=exclusive)
+    except OSError as error:
+        if error.errno not in (errno.EISDIR, errno.ELOOP, errno.ENXIO):
+            raise
+        raise _not_a_lock(path, os.lstat(path).st_mode) from None
+    mode = os.fstat(fd).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(fd)
+        raise _not_a_lock(path, mode)
+    return fd
+
+
+def _open_or_make(path: str, *, exclusive: bool) -> int:
+    flags = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         return os.open(path, flags | os.O_RDWR)
     except FileNotFoundError:
@@ -193,6 +218,24 @@ def _open(path: str, *, exclusive: bool) -> int:
     if os.fstat(fd).st_uid == os.geteuid():
         os.fchmod(fd, mode)
     return fd
+
+
+def _not_a_lock(path: str, mode: int) -> NotALockFile:
+    return NotALockFile(f"{path} is {kind_of(mode)}, expected a lock file", hint=f"ls -ld {shlex.quote(path)}; remove it and run the command again")
+
+
+def kind_of(mode: int) -> str:
+    """What a file's mode says it is, with its article."""
+    for test, kind in (
+        (stat.S_ISREG, "a regular file"),
+        (stat.S_ISDIR, "a directory"),
+        (stat.S_ISLNK, "a symbolic link"),
+        (stat.S_ISFIFO, "a FIFO"),
+        (stat.S_ISSOCK, "a socket"),
+    ):
+        if test(mode):
+            return kind
+    return "a device"
 
 
 def _try(fd: int, operation: int, *, release: bool = False) -> bool:

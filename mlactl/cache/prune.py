@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import shlex
 import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -107,15 +108,23 @@ class PruneResult:
 # ---- plan
 
 
-def plan(store: Store, selectors: Selectors, *, keep: Iterable[CompileSpec] = (), now: float | None = None) -> PrunePlan:
+def plan(
+    store: Store,
+    selectors: Selectors,
+    *,
+    keep: Iterable[CompileSpec] = (),
+    now: float | None = None,
+    on_problem: Callable[[str], None] | None = None,
+) -> PrunePlan:
     """What the selectors choose in the writable root, less what `keep` names, with any toolchain and for any arch.
 
+    A folder that is passed over is told to `on_problem`; an entry with a link or a folder in a file's place is kept.
     Raises CannotRun when nothing is writable or the root cannot be read, and EnvironmentUnfit when `--stale` is asked
     for where no compiler is installed to compare with.
     """
     layer = writable_layer(store)
     moment = time.time() if now is None else now
-    everything = listing.collect(store, layers=[layer])
+    everything = listing.collect(store, layers=[layer], on_problem=on_problem)
     judge = selectors.judge(moment, stale_judge() if selectors.stale else lambda _entry: None)
     protected = frozenset(keep)
     chosen: list[tuple[Entry, str]] = []
@@ -141,7 +150,8 @@ def plan_keys(store: Store, entries: Iterable[Entry], *, now: float | None = Non
     for entry in entries:
         if entry.layer != layer:
             raise CannotRun(
-                f"{entry.key} is in the read-only layer {entry.layer.path}", hint=f"mlactl cache rm {entry.key} --cache-dir {entry.layer.path}"
+                f"{entry.key} is in the read-only layer {entry.layer.path}",
+                hint=f"mlactl cache rm {entry.key} --cache-dir {shlex.quote(str(entry.layer.path))}",
             )
         chosen.append((entry, "named"))
     everything = listing.collect(store, layers=[layer])
@@ -168,8 +178,10 @@ def _plan(
 ) -> PrunePlan:
     entries = []
     for entry, reason in sorted(chosen, key=lambda item: listing.order_key(item[0])):
-        files = _files(layer, entry)
-        if files:
+        files, stranger = _files(layer, entry)
+        if stranger:
+            kept = [*kept, Kept(entry.key, f"not a regular file, left alone: ls -ld {shlex.quote(stranger)}")]
+        elif files:
             entries.append(PlannedEntry(**listing.as_json(entry), reason=reason, files=files))  # type: ignore[arg-type]
     return PrunePlan(
         schema_version=SCHEMA_VERSION,
@@ -238,8 +250,8 @@ def stale_judge() -> Callable[[Entry], str | None]:
     return judge
 
 
-def _files(layer: Layer, entry: Entry) -> tuple[PlannedFile, ...]:
-    """The entry's own regular files, manifest first; a link is nothing of ours."""
+def _files(layer: Layer, entry: Entry) -> tuple[tuple[PlannedFile, ...], str | None]:
+    """The entry's own regular files, manifest first, and the path of what is none (a link, a folder): nothing of ours."""
     found = []
     root = f"{layer.path}/"
     for path in (entry.manifest_path, entry.object_path):
@@ -250,23 +262,28 @@ def _files(layer: Layer, entry: Entry) -> tuple[PlannedFile, ...]:
             status = os.lstat(name)
         except FileNotFoundError:
             continue
-        if stat.S_ISREG(status.st_mode):
-            found.append(PlannedFile(name.removeprefix(root), status.st_ino, status.st_size, status.st_mtime_ns))
-    return tuple(found)
+        if not stat.S_ISREG(status.st_mode):
+            return (), name
+        found.append(PlannedFile(name.removeprefix(root), status.st_ino, status.st_size, status.st_mtime_ns))
+    return tuple(found), None
 
 
 def _lock_files(layer: Layer) -> list[str]:
     """Entries' lock files, relative to the root, in order; the root's own lock is not among them."""
+    if Path(layer.folder()).is_symlink():
+        return []
     found = []
-    for bucket in _names(layer.folder()):
-        if _BUCKET.fullmatch(bucket) and not Path(layer.folder(), bucket).is_symlink():
-            found += [f"{LAYOUT}/{bucket}/{name}" for name in _names(f"{layer.folder()}/{bucket}") if _LOCK.fullmatch(name)]
+    for bucket in _items(layer.folder()):
+        if _BUCKET.fullmatch(bucket.name) and bucket.is_dir(follow_symlinks=False):
+            files = _items(bucket.path)
+            found += [f"{LAYOUT}/{bucket.name}/{file.name}" for file in files if _LOCK.fullmatch(file.name) and file.is_file(follow_symlinks=False)]
     return found
 
 
-def _names(folder: str) -> list[str]:
+def _items(folder: str) -> list[os.DirEntry[str]]:
     try:
-        return sorted(os.listdir(folder))
+        with os.scandir(folder) as found:
+            return sorted(found, key=lambda item: item.name)
     except FileNotFoundError:
         return []
     except OSError as error:
@@ -322,6 +339,8 @@ def _account(done: _Done, key: str, size_bytes: int, remove: Callable[[], str | 
         reason = remove()
     except locks.LockBusy as busy:
         done.skipped.append(Outcome(key, busy.message))
+    except locks.NotALockFile as error:
+        done.failed.append(Outcome(key, error.message))
     except OSError as error:
         where = trust.describe(str(error.filename)) if error.filename else key
         done.failed.append(Outcome(key, f"{where}: {error.strerror}"))
@@ -421,5 +440,7 @@ def _remove_locks(layer: Layer, paths: tuple[str, ...], done: _Done) -> None:
         remove_all()
     except locks.LockBusy as busy:
         done.skipped.append(Outcome("locks", busy.message))
+    except locks.NotALockFile as error:
+        done.failed.append(Outcome("locks", error.message))
     except OSError as error:
         done.failed.append(Outcome("locks", f"{trust.describe(str(error.filename or layer.path))}: {error.strerror}"))

@@ -11,6 +11,7 @@ import errno
 import hashlib
 import os
 import secrets
+import shlex
 import shutil
 import stat
 import subprocess
@@ -25,7 +26,7 @@ from pathlib import Path
 
 from mlactl.cache import elf, locks, trust
 from mlactl.cache import toolchain as toolchains
-from mlactl.cache.entry import Entry, RejectedObject, Status, read_checked, read_entry, status_of_part
+from mlactl.cache.entry import Entry, RejectedObject, Status, linked, read_checked, read_entry, status_of_part
 from mlactl.cache.key import KeyInputs, inputs_for, symbol_for
 from mlactl.cache.manifest import SCHEMA_VERSION, KernelResources, Manifest, dump
 from mlactl.cache.roots import Layer
@@ -103,6 +104,7 @@ def compile_and_publish(
     inputs = inputs_for(spec, arch)
     linker_path, linker = find_linker()
     layer, key = _writable(store), inputs.key()
+    _refuse_links(layer, key)
     with _writing(layer.path):
         mode = prepare(layer, key, shared=shared)
         trust.check_folders(layer.bucket(key), str(layer.path))
@@ -111,6 +113,7 @@ def compile_and_publish(
             if not isinstance(present, Miss):
                 return PublishResult(present[0], compiled=False, seconds=0.0)
             _refuse_quarantined(layer, key)
+            _refuse_folders(layer, key)
             remove_temporaries(layer, key)
             build, data = _compile_and_link(inputs, compiler, linker_path, linker)
             try:
@@ -240,6 +243,40 @@ def _refuse_quarantined(layer: Layer, key: str) -> None:
         raise CannotRun(
             f"{key} is quarantined; compiling it again gives the same code", hint=f"mlactl cache show {key}; mlactl cache rm {key} forgets it"
         )
+
+
+def _refuse_folders(layer: Layer, key: str) -> None:
+    """Before anything is compiled: a rename puts a file in the place of another, of a link or of a FIFO, but not of a folder."""
+    for path in (f"{layer.bucket(key)}/{key}.so", f"{layer.bucket(key)}/{key}.json"):
+        if os.path.isdir(path) and not os.path.islink(path):  # noqa: PTH112, PTH114
+            raise CannotRun(f"{path} is a directory, expected a regular file or nothing", hint=f"ls -ld {shlex.quote(path)}; move it away")
+
+
+def require_writable(store: Store) -> None:
+    """Raises what publishing would, as far as the folders tell before anything is compiled: CannotRun or Untrusted."""
+    layer = _writable(store)
+    _refuse_links(layer, "")
+    trust.check_folders(layer.folder(), str(layer.path))
+    with _writing(layer.path):
+        for path in (Path(layer.folder()), layer.path, *layer.path.parents):
+            try:
+                info = path.stat()
+            except FileNotFoundError:
+                continue
+            if not stat.S_ISDIR(info.st_mode):
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
+            if not os.access(path, os.W_OK | os.X_OK):
+                read_only = os.statvfs(path).f_flag & os.ST_RDONLY
+                number = errno.EROFS if read_only else errno.EACCES
+                raise PermissionError(number, os.strerror(number), str(path))
+            return
+
+
+def _refuse_links(layer: Layer, key: str) -> None:
+    link = linked(layer, key)
+    if link is not None:
+        hint = f"ls -ld {shlex.quote(link)}; the root itself may be a link"
+        raise CannotRun(f"{link} is a symbolic link, expected a folder: below the root none is followed", hint=hint)
 
 
 # ---- compile and link

@@ -42,9 +42,9 @@ class Stats:
     layers: tuple[LayerStats, ...]
 
 
-def collect(store: Store) -> Stats:
-    """Counts every layer from names, sizes and manifests."""
-    return Stats(tuple(_layer(layer.path, layer.writable, store.entries([layer])) for layer in store.roots.layers))
+def collect(store: Store, on_problem: Callable[[str], None] | None = None) -> Stats:
+    """Counts every layer from names, sizes and manifests; a folder that is passed over is told to `on_problem`."""
+    return Stats(tuple(_layer(layer.path, layer.writable, store.entries([layer], on_problem=on_problem)) for layer in store.roots.layers))
 
 
 def _layer(path: Path, writable: bool, entries: Iterator[Entry]) -> LayerStats:

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from mlactl.cache import locks, trust
 from mlactl.cache import toolchain as toolchains
-from mlactl.cache.entry import Entry, RejectedObject, Status, read_checked, read_entry, shallow
+from mlactl.cache.entry import Entry, RejectedObject, Status, linked, read_checked, read_entry, shallow
 from mlactl.cache.key import KeyInputs, inputs_for
 from mlactl.cache.roots import Layer, Roots, resolve
 from mlactl.cache.toolchain import Toolchain
@@ -68,10 +68,10 @@ class Store:
         """Every entry and temporary, by layer and key; looks at names, sizes and manifests only.
 
         Files of other names are nobody's business here. Raises CannotRun for a root that cannot be read; a bucket that
-        cannot is passed over and told to `on_problem`.
+        cannot is passed over and told to `on_problem`, and so is a link in the place of a bucket or of `v1`.
         """
         for layer in self.roots.layers if layers is None else layers:
-            for name in self._buckets(layer):
+            for name in self._buckets(layer, on_problem):
                 try:
                     yield from _bucket_entries(layer, name)
                 except OSError as error:
@@ -81,11 +81,15 @@ class Store:
     def entry(self, key: str, layers: Iterable[Layer] | None = None) -> Entry:
         """The entry of a key or unique prefix, from the first layer that has it.
 
-        Raises NotFound when there is none and UsageError naming the keys when the prefix fits several.
+        Upper-case digits are taken as lower-case ones. Raises NotFound when there is none, and UsageError for an empty
+        prefix or, naming the keys, for one that fits several.
         """
+        if not key:
+            raise UsageError("an empty KEY names no entry", hint="mlactl cache ls shows the keys there are")
+        key = key.lower()
         chosen = self.roots.layers if layers is None else tuple(layers)
         found: dict[str, Entry] = {}
-        if key and not key.strip(_HEX) and len(key) <= 64:
+        if not key.strip(_HEX) and len(key) <= 64:
             for layer in chosen:
                 for name in self._buckets(layer):
                     if name.startswith(key[:2]):
@@ -103,11 +107,22 @@ class Store:
         """The entry of a full key in one layer; None when the layer has no file of it."""
         return read_entry(layer, key)
 
-    def _buckets(self, layer: Layer) -> list[str]:
-        """Names of the bucket folders of a layer; a link in the place of one is not followed."""
+    def _buckets(self, layer: Layer, on_problem: Callable[[str], None] | None = None) -> list[str]:
+        """Names of the bucket folders of a layer; a link in the place of one, or of `v1`, is not followed but told to `on_problem`."""
+        tell = on_problem or (lambda _: None)
+        if os.path.islink(layer.folder()):  # noqa: PTH114
+            tell(_not_followed(layer.folder()))
+            return []
+        names = []
         try:
             with os.scandir(layer.folder()) as found:
-                names = [item.name for item in found if len(item.name) == 2 and not item.name.strip(_HEX) and item.is_dir(follow_symlinks=False)]
+                for item in found:
+                    if len(item.name) != 2 or item.name.strip(_HEX):
+                        continue
+                    if item.is_dir(follow_symlinks=False):
+                        names.append(item.name)
+                    elif item.is_symlink():
+                        tell(_not_followed(item.path))
         except FileNotFoundError:
             return []
         except OSError as error:
@@ -153,7 +168,8 @@ class Store:
             return accepted[0]
         if untrusted is not None:
             raise untrusted
-        return Miss(inputs.key() if inputs else None, self._reason(rejected), inputs, tuple(rejected))
+        key = inputs.key() if inputs else None
+        return Miss(key, self._reason(rejected, key), inputs, tuple(rejected))
 
     def _candidates(self, spec: CompileSpec, arch: str) -> tuple[KeyInputs | None, list[list[Entry]]]:
         """What is looked for, and the entries that could answer: for each key its entries in the order of the layers."""
@@ -188,9 +204,11 @@ class Store:
             self._recorded = (seen, index)
         return self._recorded[1]
 
-    def _reason(self, rejected: list[Entry]) -> str:
-        if rejected:
-            return "; ".join(f"{entry.object_path}: {entry.status}: {entry.detail}" for entry in rejected)
+    def _reason(self, rejected: list[Entry], key: str | None) -> str:
+        links = [link for layer in self.roots.layers if (link := linked(layer, key or "")) is not None]
+        if links or rejected:
+            bad = [f"{entry.object_path}: {entry.status}: {entry.detail}" for entry in rejected]
+            return "; ".join([*map(_not_followed, links), *bad])
         return f"not in {', '.join(_searched(layer) for layer in self.roots.layers)}"
 
     # ---- last use
@@ -198,6 +216,10 @@ class Store:
     def touch(self, entry: Entry) -> None:
         """Sets an entry's last use to now unless that was within the last minute; on a read-only layer it does nothing."""
         touch(entry)
+
+
+def _not_followed(link: str) -> str:
+    return f"{link} is a symbolic link, which is never followed below the root; move what it points at here, or make the root the link"
 
 
 def _searched(layer: Layer) -> str:

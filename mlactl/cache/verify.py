@@ -113,7 +113,7 @@ def _second_look(store: Store, entry: Entry, digests_only: bool) -> Entry | None
         lease = locks.acquire_entry(entry.layer, entry.key, exclusive=False, wait_s=0.0) if entry.layer.writable else None
     except locks.LockBusy as busy:
         return msgspec.structs.replace(entry, status=Status.LOCKED, detail=busy.message)
-    except OSError:
+    except (OSError, locks.NotALockFile):
         lease = None  # another user's root, or a read-only mount: judge what can be read
     try:
         now = store.entry_in(entry.layer, entry.key)
@@ -152,6 +152,8 @@ def _repair(store: Store, entry: Entry, compiler: Compiler) -> RepairOutcome:
         return RepairOutcome(entry, Repair.LEFT, f"{entry.layer.path} is a read-only layer")
     if entry.status is Status.QUARANTINED:
         return RepairOutcome(entry, Repair.LEFT, "it is quarantined")
+    if entry.status is Status.UNTRUSTED:
+        return RepairOutcome(entry, Repair.LEFT, entry.detail)
     if entry.status is Status.LOCKED:
         return RepairOutcome(entry, Repair.BUSY, entry.detail)
     if manifest is None:

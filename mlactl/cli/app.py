@@ -18,6 +18,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from mlactl.errors import CannotRun, Interrupted, MlactlError
+from mlactl.printable import safe_lines
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -150,7 +151,7 @@ def _run(argv: Sequence[str] | None) -> int:
         sys.stderr.write("interrupted\n")
         return Interrupted.exit_code
     except Interrupted as error:
-        sys.stderr.write(f"{error.message}\n" + (f"hint: {error.hint}\n" if error.hint else ""))
+        sys.stderr.write(safe_lines(f"{error.message}\n" + (f"hint: {error.hint}\n" if error.hint else "")))
         return error.exit_code
     except MlactlError as error:
         return _fail(error)
@@ -201,6 +202,6 @@ def _usage_error(error: typer.TyperException) -> int:
     if type(error).__name__ == "NoArgsIsHelpError":
         sys.stderr.write(f"{error.format_message()}\n")
     else:
-        sys.stderr.write(f"error: {text[:1].lower() + text[1:]}\n")
+        sys.stderr.write(f"error: {safe_lines(text[:1].lower() + text[1:])}\n")
         sys.stderr.write(f"hint: {context.command_path if context is not None else 'mlactl'} --help\n")
     return 2

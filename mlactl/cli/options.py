@@ -100,7 +100,9 @@ def checked_arches(values: Sequence[str] | None) -> tuple[str, ...]:
     """`--arch` values without repeats, in the order given; raises UsageError naming one that no object is made for."""
     for value in values or ():
         if value not in ARCHES:
-            raise UsageError(f"--arch {value} is not supported, objects are made for {', '.join(ARCHES)}", hint="mlactl warmup --help")
+            raise UsageError(
+                f"--arch {value} is not supported, objects are made for {', '.join(ARCHES)}", hint=" or ".join(f"--arch {arch}" for arch in ARCHES)
+            )
     return tuple(dict.fromkeys(values or ()))
 
 

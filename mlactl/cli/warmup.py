@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
+import signal
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mlactl.cli import options
+from mlactl.cli import hints, options
 from mlactl.errors import CannotRun, Interrupted, MlactlError, UsageError
 from mlactl.ui.output import Column, Mode, Output
 
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from mlactl.warmup.pool import Outcome, Result
 
 
+@hints.keeps_root
 def warmup(
     profile: options.ProfileOption,
     arch: options.ArchOption = None,
@@ -32,7 +35,7 @@ def warmup(
     quiet: options.QuietOption = False,
 ) -> None:
     """Compile every kernel variant a profile can launch into the cache; needs no GPU."""
-    out = options.make_output(output, json, quiet)
+    out = hints.make_output(output, json, quiet, cache_dir)
     if check and dry_run:
         raise UsageError(
             "--check and --dry-run were both given", hint="--dry-run lists what would be compiled; --check exits 1 when that is not empty"
@@ -97,6 +100,7 @@ def _list(out: Output, plan: Plan) -> None:
     rows = plan.of("missing") if out.mode is Mode.QUIET else plan.items
     out.listing("entries", rows, _COLUMNS, key=_key_or_label, as_json=lambda item: item.as_json(), extra=_head(plan))
     out.note(f"{_counted(plan)}; nothing was compiled")
+    _hint_at_untrusted(out, plan)
 
 
 def _report_check(out: Output, plan: Plan, profile: str) -> None:
@@ -111,17 +115,26 @@ def _report_check(out: Output, plan: Plan, profile: str) -> None:
     out.document(document, human, lambda: [_key_or_label(item) for item in absent])
     if plan.of("missing"):
         out.hint(_command(profile, plan))
+    _hint_at_untrusted(out, plan)
+
+
+def _hint_at_untrusted(out: Output, plan: Plan) -> None:
+    for hint in dict.fromkeys(item.hint for item in plan.of("untrusted")):
+        out.hint(hint or "ls -ld shows owner and mode")
 
 
 def _compile(out: Output, plan: Plan, profile: str, jobs: int | None, shared: bool, cache_dir: str | None) -> None:
     """Compiles what is missing and says what became of it; exits 1 unless everything is there in the end."""
     from mlactl.warmup.pool import Result, compile_missing, default_jobs
 
-    missing = plan.of("missing")
+    missing, untrusted = plan.of("missing"), plan.of("untrusted")
+    if untrusted:  # compiling again would not change an owner or a mode
+        raise CannotRun(untrusted[0].reason or "an entry is not trusted", hint=untrusted[0].hint)
     result = Result((), (), False)
     started = time.monotonic()
+    stopped = _Stopped()
     if missing:
-        with out.progress("compiling", len(missing), "kernels") as task:
+        with stopped, out.progress("compiling", len(missing), "kernels") as task:
 
             def finished(outcome: Outcome) -> None:
                 task.advance()
@@ -137,15 +150,34 @@ def _compile(out: Output, plan: Plan, profile: str, jobs: int | None, shared: bo
     _report_run(out, plan, result, time.monotonic() - started)
     if result.interrupted:
         done = len(result.of("compiled"))
-        raise Interrupted(
-            f"interrupted: {done} of {len(missing)} missing objects were compiled and are in the cache",
+        error = Interrupted(
+            f"{stopped.how}: {done} of {len(missing)} missing objects were compiled and are in the cache",
             hint=f"{_command(profile, plan)} takes up the rest",
         )
+        error.exit_code = stopped.exit_code
+        raise error
     failed = result.of("failed")
     if failed and not plan.of("not-built") and all(outcome.exit_code == CannotRun.exit_code for outcome in failed):
         raise typer.Exit(CannotRun.exit_code)  # no kernel is at fault: the root cannot be written, or is locked
     if failed or plan.of("not-built"):
         raise typer.Exit(1)
+
+
+class _Stopped:
+    """While entered, SIGTERM stops the work as Ctrl-C does; afterwards it says which of the two it was."""
+
+    def __init__(self) -> None:
+        self.how, self.exit_code = "interrupted", Interrupted.exit_code
+
+    def __enter__(self) -> None:
+        self._before = signal.signal(signal.SIGTERM, self._terminate)
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGTERM, self._before)
+
+    def _terminate(self, *_: object) -> None:
+        self.how, self.exit_code = "stopped by SIGTERM", 128 + signal.SIGTERM
+        raise KeyboardInterrupt
 
 
 def _report_run(out: Output, plan: Plan, result: Result, elapsed_s: float) -> None:
@@ -194,12 +226,13 @@ def _head(plan: Plan) -> dict[str, Any]:
 def _counted(plan: Plan) -> str:
     parts = [f"{len(plan.of('present'))} of {len(plan.items)} objects are there"]
     parts += [f"{len(plan.of('missing'))} missing"] if plan.of("missing") else []
+    parts += [f"{len(plan.of('untrusted'))} not trusted"] if plan.of("untrusted") else []
     parts += [f"{len(plan.of('not-built'))} not built yet"] if plan.of("not-built") else []
     return ", ".join(parts)
 
 
 def _command(profile: str, plan: Plan) -> str:
-    return " ".join(["mlactl warmup --profile", profile, *(f"--arch {arch}" for arch in plan.arches)])
+    return " ".join(["mlactl warmup --profile", shlex.quote(profile), *(f"--arch {arch}" for arch in plan.arches)])
 
 
 _COLUMNS = (

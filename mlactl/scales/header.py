@@ -7,6 +7,7 @@ Nothing is allocated from a number in the file before that number has been compa
 
 from __future__ import annotations
 
+import json
 import os
 import struct
 from collections.abc import Sequence
@@ -96,7 +97,7 @@ def _fast(raw: bytes, data_begin: int, data_bytes: int, shard: int) -> list[Tens
     """The tensors of a header that is right in every way, None for any other: `_slow` then says what is wrong."""
     try:
         entries = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
-        entries.pop("__metadata__", None)
+        msgspec.json.decode(entries.pop("__metadata__", b"null"), type=dict[str, str] | None)
         # A parser that keeps the last of two equal keys hides the other, which is still in the text (unless spelled with \\u).
         if b"\\u" in raw or any(raw.count(key) != len(entries) for key in (b'"dtype"', b'"shape"', b'"data_offsets"')):
             return None
@@ -141,7 +142,9 @@ def _slow(raw: bytes, data_begin: int, data_bytes: int, shard: int) -> list[Tens
         if name in seen:
             raise BadHeader("the name comes more than once", "one tensor a name", name)
         seen.add(name)
-        if name != "__metadata__":
+        if name == "__metadata__":
+            _check_metadata(entry, is_object=text[at] == "{")
+        else:
             made.append(_tensor(name, entry, data_begin, data_bytes, shard))
         return end
 
@@ -153,6 +156,20 @@ def _slow(raw: bytes, data_begin: int, data_bytes: int, shard: int) -> list[Tens
         raise BadHeader(f"text after the object, at header character {at}", "spaces only")
     _check_cover(made, data_begin, data_bytes)
     return made
+
+
+def _check_metadata(entry: Any, *, is_object: bool) -> None:
+    """Free text by name, or null; the format's own library refuses a file with anything else there."""
+    expected = "text by name: the safetensors library does not open the file"
+    if entry is not None and not is_object:
+        raise BadHeader(f"{_value_text(entry)}, no object", expected, "__metadata__")
+    for key, value in entry or ():
+        if not isinstance(value, str):
+            raise BadHeader(f"{_value_text(value)} as value of {plain(key)}", expected, "__metadata__")
+
+
+def _value_text(value: Any) -> str:
+    return "an object or a list" if isinstance(value, list) else plain(json.dumps(value))
 
 
 def _tensor(name: str, entry: Any, data_begin: int, data_bytes: int, shard: int) -> Tensor:

@@ -6,6 +6,7 @@ Their quantisers differ, so one is never converted into the other. docs/scales.m
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,9 @@ LAYER_IN_NAME = re.compile(r"(?:^|\.)layers\.(\d{1,9})(?=\.|$)")
 LATENT_DIM = 512
 """Elements of the latent in every record that an outer scale is for."""
 
+MAX_INTEGER = 2**31 - 1
+"""Far over any model's layers, and what a runtime's C int can hold."""
+
 FIELDS_V1 = ("format", "num_layers", "latent_dim", "denominator", "scales", "max_abs")
 FIELDS_OF_FIT = ("measured_max_abs", "headroom")
 """What `mlactl scales fit --headroom` adds, for audit; a loader of the format does not read them."""
@@ -37,6 +41,7 @@ _MISSING_EFFECT = "a strict runtime does not start; a lenient one runs the layer
 _IDENTITY_EFFECT = (
     "no restoring multiply anywhere; shallow layers' group scales fall under E4M3's range (reported prefill KLD 0.158 to 0.168, not 0.135)"
 )
+_AMPLITUDE_EFFECT = "the scale cannot be held against its amplitude; a loader that does so refuses the file"
 _ABSENT = object()
 
 
@@ -71,7 +76,8 @@ def check_v1(root: JsonObject, findings: Findings) -> tuple[tuple[LayerScale, ..
         LayerScale(index, None, None if scale is None else float32(scale), amplitudes[index] if index < len(amplitudes) else None)
         for index, scale in enumerate(scales)
     )
-    _check_amplitudes(layers, scales, findings)
+    if not _is_reciprocal(layers, findings):
+        _check_amplitudes(layers, scales, findings)
     _check_fit_fields(root, layers, findings)
     _check_values(layers, findings)
     _unknown_fields(root, (*FIELDS_V1, *FIELDS_OF_FIT), findings)
@@ -81,6 +87,9 @@ def check_v1(root: JsonObject, findings: Findings) -> tuple[tuple[LayerScale, ..
 def _integer(root: JsonObject, name: str, least: int, findings: Findings, effect: str) -> int | None:
     value = root.get(name, _ABSENT)
     number = value.integer() if isinstance(value, Number) else None
+    if isinstance(value, Number) and value.integral and value.value > MAX_INTEGER:
+        findings.error(name.replace("_", "-"), shown(value), f"an integer of at most {MAX_INTEGER}", effect, tensor=name)
+        return None
     if number is None or number < least:
         findings.error(name.replace("_", "-"), "absent" if value is _ABSENT else shown(value), f"an integer of at least {least}", effect, tensor=name)
         return None
@@ -92,7 +101,8 @@ def _numbers(root: JsonObject, name: str, count: int | None, findings: Findings)
     values = root.get(name, _ABSENT)
     if not isinstance(values, list):
         expected = "a list of one number a layer" if count is None else f"a list of {count} numbers"
-        findings.error("not-a-list", "absent" if values is _ABSENT else shown(values), expected, "no layer has a scale", tensor=name)
+        effect = "no layer has a scale" if name == "scales" else _AMPLITUDE_EFFECT
+        findings.error("not-a-list", "absent" if values is _ABSENT else shown(values), expected, effect, tensor=name)
         if isinstance(values, JsonObject):
             _same_layer_keys(values, findings)
         return []
@@ -102,7 +112,8 @@ def _numbers(root: JsonObject, name: str, count: int | None, findings: Findings)
     for index, value in enumerate(values):
         wrong = fault(value)
         if wrong is not None:
-            findings.error(wrong[0], shown(value), EXPECTED_SCALE, wrong[1], layer=index, tensor=name, index=(index,))
+            effect = wrong[1] if name == "scales" else _AMPLITUDE_EFFECT
+            findings.error(wrong[0], shown(value), EXPECTED_SCALE, effect, layer=index, tensor=name, index=(index,))
         made.append(value.value if wrong is None else None)
     return made
 
@@ -110,19 +121,54 @@ def _numbers(root: JsonObject, name: str, count: int | None, findings: Findings)
 def _check_count(name: str, found: int, expected: int, findings: Findings) -> None:
     if found == expected:
         return
+    amplitudes = name == "max_abs"
     first, last = sorted((found, expected))
     which = f"layer {first}" if last - first == 1 else f"layers {first} to {last - 1}"
     if found < expected:
-        findings.error("layer-count", f"{found} values, none for {which}", f"{expected} values", _MISSING_EFFECT, layer=first, tensor=name)
+        findings.error(
+            "layer-count",
+            f"{found} values, none for {which}",
+            f"{expected} values",
+            _AMPLITUDE_EFFECT if amplitudes else _MISSING_EFFECT,
+            layer=first,
+            tensor=name,
+        )
     else:
         findings.error(
             "layer-count",
             f"{found} values, {which} too many",
             f"{expected} values",
-            "made for another model, or a layer is doubled and all behind it are shifted",
+            _AMPLITUDE_EFFECT if amplitudes else "made for another model, or a layer is doubled and all behind it are shifted",
             layer=first,
             tensor=name,
         )
+
+
+def _is_reciprocal(layers: tuple[LayerScale, ...], findings: Findings) -> bool:
+    """Whether every scale is 2688 / max_abs, said once and not of each layer; without max_abs it is only a suspicion."""
+    pairs = [(layer.scale, layer.max_abs) for layer in layers if layer.scale is not None and layer.max_abs is not None]
+    if pairs:
+        turned = all(math.isclose(scale, DENOMINATOR / max_abs, rel_tol=1e-6) for scale, max_abs in pairs)
+        if not turned or all(scale == float32(max_abs / DENOMINATOR) for scale, max_abs in pairs):
+            return False
+        findings.error(
+            "reciprocal",
+            f"every one of {len(pairs)} scales is 2688 / max_abs",
+            "max_abs / 2688",
+            "this is the reciprocal: latents under 2688 are scaled down where they must be scaled up, and E4M3's range is missed",
+            tensor="scales",
+        )
+        return True
+    known = [layer.scale for layer in layers if layer.scale is not None]
+    if known and len(known) == len(layers) and min(known) > 1:
+        findings.warning(
+            "reciprocal",
+            f"every scale is above 1, from {text32(min(known))} to {text32(max(known))}",
+            "max_abs / 2688 of each layer",
+            "amplitudes above 2688; is this the reciprocal (2688 / max_abs)?",
+            tensor="scales",
+        )
+    return False
 
 
 def _check_amplitudes(layers: tuple[LayerScale, ...], scales: list[float | None], findings: Findings) -> None:

@@ -15,6 +15,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, TextIO
 
 from mlactl.errors import MlactlError, UsageError
+from mlactl.printable import safe, safe_lines
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -100,12 +101,12 @@ class Output:
             for row in rows:
                 self._json(encode(row))
         elif self.mode is Mode.QUIET:
-            self.stdout.write("".join(f"{key(row)}\n" for row in rows))
+            self.stdout.write("".join(f"{safe(key(row))}\n" for row in rows))
         elif not rows:
             self.note(empty)
         elif show_all:
             for row in rows:
-                self.line("  ".join(column.cell(row) for column in columns))
+                self.line("  ".join(safe(column.cell(row)) for column in columns))
         else:
             self.table(columns, rows[:ROW_LIMIT])
             more = f", {ROW_LIMIT} shown; --all prints every one" if len(rows) > ROW_LIMIT else ""
@@ -123,7 +124,7 @@ class Output:
         for column in columns:
             table.add_column(column.title, justify="right" if column.right else "left", overflow="fold")
         for row in rows:
-            table.add_row(*(Text(column.cell(row)) for column in columns))
+            table.add_row(*(Text(safe(column.cell(row))) for column in columns))
         if not plain:
             console.print(table)
             return
@@ -136,34 +137,42 @@ class Output:
 
     def line(self, text: str = "") -> None:
         """One plain line of data on stdout."""
-        self.stdout.write(f"{text}\n")
+        self.stdout.write(f"{safe_lines(text)}\n")
 
     def _json(self, value: object) -> None:
         import msgspec  # here: help and human output do without it
 
-        self.stdout.write(msgspec.json.encode(value).decode() + "\n")
+        try:
+            encoded = msgspec.json.encode(value)
+        except UnicodeEncodeError:
+            # A file name that is not UTF-8 comes as lone surrogates, which no JSON text can hold.
+            encoded = msgspec.json.encode(_without_surrogates(msgspec.to_builtins(value)))
+        self.stdout.write(encoded.decode() + "\n")
 
     # ---- about the data
 
     def note(self, text: str) -> None:
         """A remark on stderr, shown to people only."""
         if self.mode is Mode.HUMAN:
-            self.stderr.write(f"{text}\n")
+            self._remark(text)
 
     def hint(self, text: str) -> None:
         """The next command to type, on its own line on stderr."""
         if self.mode is Mode.HUMAN:
-            self.stderr.write(f"hint: {text}\n")
+            self._remark(f"hint: {text}")
 
     def warn(self, text: str) -> None:
         """A warning on stderr, in every mode."""
-        self.stderr.write(f"warning: {text}\n")
+        self._remark(f"warning: {text}")
 
     def error(self, error: MlactlError) -> None:
         """An error and its next command on stderr, in every mode."""
-        self.stderr.write(f"error: {error.message}\n")
+        self._remark(f"error: {error.message}")
         if error.hint:
-            self.stderr.write(f"hint: {error.hint}\n")
+            self._remark(f"hint: {error.hint}")
+
+    def _remark(self, text: str) -> None:
+        self.stderr.write(f"{safe_lines(text)}\n")
 
     # ---- long work and questions
 
@@ -172,6 +181,7 @@ class Output:
         """A bar with a count and a rate on a terminal's stderr, whatever stdout holds; plain lines for people without a terminal."""
         from mlactl.ui.progress import bar, lines
 
+        title = safe(title)
         if self.stderr.isatty() and self.mode is not Mode.QUIET:
             with bar(self._console(self.stderr), title, total, unit) as task:
                 yield task
@@ -192,15 +202,26 @@ class Output:
             return True
         if not self.can_ask:
             raise UsageError(f"{question} cannot be asked without a terminal", hint="add --yes to go ahead or --dry-run to only look")
-        self.stderr.write(f"{question} [y/N] ")
+        self.stderr.write(f"{safe_lines(question)} [y/N] ")
         self.stderr.flush()
         return sys.stdin.readline().strip().lower() in ("y", "yes")
 
     def _console(self, stream: TextIO) -> Console:
         from rich.console import Console
 
-        # No colour system and not only no colours: NO_COLOR means no bold and no dim either.
-        return Console(file=stream, highlight=False, color_system=None if os.environ.get("NO_COLOR") else "auto")
+        if os.environ.get("NO_COLOR"):
+            # No colour system and not only no colours: no bold and no dim either. And FORCE_COLOR makes no terminal of a pipe then.
+            return Console(file=stream, highlight=False, color_system=None, force_terminal=stream.isatty())
+        return Console(file=stream, highlight=False)
+
+
+def _without_surrogates(value: Any) -> Any:
+    """JSON-able data with lone surrogates spelled out as text, `\\udcff`, in keys too."""
+    if isinstance(value, str):
+        return value.encode(errors="backslashreplace").decode()
+    if isinstance(value, dict):
+        return {_without_surrogates(key): _without_surrogates(item) for key, item in value.items()}
+    return [_without_surrogates(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _singular(name: str) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TextIO
 
+from mlactl.printable import safe
 from mlactl.ui.output import Task
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def bar(console: Console, title: str, total: int | None, unit: str) -> Iterator[
             done = progress.tasks[0].completed
             progress.update(task, rate=_rate(done, started, unit))
 
-        yield Task(advance, lambda text: progress.update(task, current=text))
+        yield Task(advance, lambda text: progress.update(task, current=safe(text)))
 
 
 @contextmanager

@@ -9,23 +9,30 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mlactl.cache import key as keys
 from mlactl.cache.store import Hit, Store
+from mlactl.cache.trust import Untrusted
+from mlactl.errors import MlactlError
 from mlactl.kernels import registry
 from mlactl.kernels.spec import CompileSpec
 from mlactl.profiles import Profile
 
-PRESENT, MISSING, NOT_BUILT = "present", "missing", "not-built"
+PRESENT, MISSING, NOT_BUILT, UNTRUSTED = "present", "missing", "not-built", "untrusted"
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One object of a plan: `state` is present, missing or not-built; `key` is None where no compiler says what it would be."""
+    """One object of a plan: `state` is present, missing, not-built or untrusted (there, but others could have written it).
+
+    `key` is None where no compiler says what it would be; `hint` is how to mend an untrusted one.
+    """
 
     spec: CompileSpec
     arch: str
     key: str | None
     state: str
     reason: str | None
+    hint: str | None = None
 
     def as_json(self) -> dict[str, Any]:
         """The row of `--json` output."""
@@ -61,7 +68,17 @@ def look_up(spec: CompileSpec, arch: str, store: Store) -> Item:
     reason = registry.not_built(spec)
     if reason is not None:
         return Item(spec, arch, None, NOT_BUILT, reason)
-    found = store.lookup(spec, arch)
+    try:
+        found = store.lookup(spec, arch)
+    except Untrusted as refused:
+        return Item(spec, arch, _key(spec, arch), UNTRUSTED, refused.message, refused.hint)
     if isinstance(found, Hit):
         return Item(spec, arch, found.entry.key, PRESENT, None)
     return Item(spec, arch, found.key, MISSING, found.reason)
+
+
+def _key(spec: CompileSpec, arch: str) -> str | None:
+    try:
+        return keys.inputs_for(spec, arch).key()
+    except MlactlError:
+        return None

@@ -76,10 +76,12 @@ def compile_missing(
 ) -> Result:
     """Compiles and publishes `items` in at most `jobs` workers; a failure keeps the others.
 
-    Raises EnvironmentUnfit when this machine cannot compile at all: no compiler, no linker, or one of another flavour.
+    Raises EnvironmentUnfit when this machine cannot compile at all: no compiler, no linker, or one of another flavour;
+    and CannotRun, before any worker is started, when the root cannot be written.
     Ctrl-C stops the workers and comes back as `interrupted`, with what was finished.
     """
     _require_compiler()
+    _require_writable(cache_dir)
     run = _Run(deque(items), {"cache_dir": cache_dir, "shared": shared}, on_start, on_outcome)
     interrupted = False
     try:
@@ -100,6 +102,12 @@ def _require_compiler() -> None:
     if toolchain.current() is None:
         raise EnvironmentUnfit(f"no compiler here: {toolchain.absence()}", hint="pip install 'nvidia-cutlass-dsl[cu13]==4.8.1'")
     publish.find_linker()
+
+
+def _require_writable(cache_dir: str | None) -> None:
+    from mlactl.cache import publish
+
+    publish.require_writable(Store.open(cache_dir))
 
 
 class _Worker:

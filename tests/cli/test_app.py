@@ -119,7 +119,7 @@ def test_without_a_command_help_goes_to_stderr_and_the_exit_code_is_2(cli):
         (
             ("warmup", "--profile", "ci-small", "--arch", "sm_100a"),
             "error: --arch sm_100a is not supported, objects are made for sm_120a, sm_121a, sm_90a",
-            "hint: mlactl warmup --help",
+            "hint: --arch sm_120a or --arch sm_121a or --arch sm_90a",
         ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
@@ -182,6 +182,19 @@ def test_a_reader_that_goes_away_is_no_error_message(cli):
     done = cli("profile", "ls", "--json", stdout=write)
     os.close(write)
     assert (done.code, done.stderr) == (141, "")
+
+
+def test_a_path_that_is_not_utf_8_and_full_of_escapes_in_every_mode(cli, tmp_path):
+    """Such a name crashed JSON output, and in the other modes its escape sequences reached the terminal."""
+    path = os.fsencode(tmp_path) + b"/x\x1b[31m\xff.toml"
+    with open(path, "w") as file:
+        file.write("nothing")
+    done = cli.every_mode("profile", "check", os.fsdecode(path), code=1)
+    assert done["json"].json["profiles"][0]["path"] == f"{tmp_path}/x\x1b[31m\\udcff.toml"
+    assert done["human"].stdout.startswith(f"{tmp_path}/x\\x1b[31m\\udcff.toml: ")
+    assert done["quiet"].lines == [f"{tmp_path}/x\\x1b[31m\\udcff.toml"]
+    wrong = cli("profile", "\x1b[31m")
+    assert (wrong.code, "\x1b" in wrong.stderr) == (2, False)
 
 
 def shell(cli, line):

@@ -110,6 +110,59 @@ def test_remarks_are_for_people_only(mode):
     assert (it.stdout, it.stderr) == ("", "")
 
 
+EVIL = "a\x1b[31m\x07\x9b2J\u202eb\udcff"
+SAFE = "a\\x1b[31m\\x07\\x9b2J\\u202eb\\udcff"
+
+
+def test_control_characters_do_not_reach_people():
+    """A file whose name held an escape sequence recoloured the terminal, moved its cursor or set its title."""
+    made = streams()
+    made.out.line(EVIL)
+    made.out.listing("rows", [{"key": EVIL, "size": 1}], COLUMNS, key=lambda row: row["key"])
+    made.out.listing("rows", [{"key": EVIL, "size": 1}], COLUMNS, key=lambda row: row["key"], show_all=True)
+    assert [line.split()[0] for line in made.stdout.splitlines()] == [SAFE, "key", SAFE, SAFE]
+    for say in (made.out.note, made.out.hint, made.out.warn):
+        say(EVIL)
+    made.out.error(NotFound(EVIL, hint=EVIL))
+    with made.out.progress(EVIL, 1, "files"):
+        pass
+    expected = ["1 row", SAFE, f"hint: {SAFE}", f"warning: {SAFE}", f"error: {SAFE}", f"hint: {SAFE}", f"{SAFE}: 0/1 files"]
+    assert made.stderr.splitlines() == expected
+
+
+def test_quiet_output_is_one_safe_line_a_row():
+    """A file name with a line break in it was two rows to the next program of a pipe."""
+    made = streams(Mode.QUIET)
+    made.out.listing("rows", [{"key": f"{EVIL}\nc", "size": 1}], COLUMNS, key=lambda row: row["key"])
+    assert made.stdout == f"{SAFE}\\nc\n"
+
+
+def test_lines_and_tabs_of_longer_text_stay():
+    made = streams()
+    made.out.line("# HELP\ta\nb")
+    assert made.stdout == "# HELP\ta\nb\n"
+
+
+@pytest.mark.parametrize("mode", [Mode.JSON, Mode.JSONL])
+def test_names_that_are_not_utf_8_are_spelled_out_in_json(mode):
+    """A path of other bytes than UTF-8 ended every JSON command with an internal UnicodeEncodeError."""
+    made = streams(mode)
+    made.out.document({"path": "/a\udcff", "\udc80": [("x", "\udc81"), {"n": 1}], "text": "ä\x1b"}, lambda: None)
+    made.out.stdout.getvalue().encode()
+    assert json.loads(made.stdout) == {"schema_version": 1, "path": "/a\\udcff", "\\udc80": [["x", "\\udc81"], {"n": 1}], "text": "ä\x1b"}
+
+
+def test_no_color_wins_over_force_color_in_a_pipe(monkeypatch):
+    """FORCE_COLOR made rich take a pipe for a terminal, so NO_COLOR took the colours and left rules and a fixed width."""
+    plain = streams()
+    plain.out.table(COLUMNS, rows(2))
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("NO_COLOR", "1")
+    forced = streams()
+    forced.out.table(COLUMNS, rows(2))
+    assert forced.stdout == plain.stdout
+
+
 def test_confirm_off_a_terminal_refuses_instead_of_asking():
     with pytest.raises(UsageError, match="remove 3 entries\\? cannot be asked without a terminal") as caught:
         streams().out.confirm("remove 3 entries?", yes=False)

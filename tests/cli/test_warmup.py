@@ -436,6 +436,59 @@ def test_ctrl_c_says_what_was_finished_and_leaves_a_valid_cache(tiny, mode):
     assert_valid(tiny, 6)
 
 
+def test_sigterm_says_what_was_finished_and_leaves_a_valid_cache(tiny):
+    """A service manager's stop ended the run without a word and left its workers to finish unseen."""
+    env = {"TINY_COUNT": "6", "TINY_SLOW_S": "0.5"}
+    process = tiny.start(*WARMUP, "--jobs", "2", "--cache-dir", tiny.cache_dir, env=env)
+    wait_for(lambda: sum(entry.status is Status.OK for entry in entries(tiny)) >= 1)
+    process.terminate()
+    _, stderr = process.communicate(timeout=240)
+    assert process.returncode == 143
+    finished = sum(entry.status is Status.OK for entry in map(examine, entries(tiny)))
+    assert stderr.splitlines()[-2:] == [
+        f"stopped by SIGTERM: {finished} of 6 missing objects were compiled and are in the cache",
+        f"hint: mlactl warmup --cache-dir {tiny.cache_dir} --profile ci-small --arch sm_120a takes up the rest",
+    ]
+    workers = {int(line.split()[1]) for line in tiny.log.read_text().splitlines()}
+    wait_for(lambda: all(gone(pid) for pid in workers), seconds=20)
+
+
+def test_a_folder_in_an_objects_place_is_named(tiny, warm):
+    """The rename over it failed with the temporary's name and `Is a directory`, after everything was compiled."""
+    warm(2)
+    bad, other = entries(tiny)
+    bad.object_path.unlink()
+    bad.object_path.mkdir()
+    before = built(tiny)
+    done = tiny(*WARMUP, env={"TINY_COUNT": "2"})
+    assert done.code == 2
+    assert (
+        f"error: {bad.object_path} is a directory, expected a regular file or nothing\nhint: ls -ld {bad.object_path}; move it away\n" in done.stderr
+    )
+    assert built(tiny) == before
+    assert examine(other).status is Status.OK
+
+
+def test_looking_lists_every_untrusted_object_and_the_others(tiny, warm):
+    """The first object that others could write ended --check and --dry-run, and the missing ones were not told."""
+    warm(2)
+    first, second = entries(tiny)
+    for entry in (first, second):
+        entry.object_path.chmod(0o666)
+    done = tiny.every_mode(*WARMUP, "--check", "--cache-dir", tiny.cache_dir, code=1)
+    assert Counter(statuses(done["json"])) == {"untrusted": 2, "missing": 1}
+    assert {row["key"] for row in done["json"].json["entries"]} >= {first.key, second.key}
+    stdout, stderr = done["human"].stdout, done["human"].stderr
+    for entry in (first, second):
+        assert f"{entry.object_path} is not trusted: owner" in stdout
+        assert f"hint: chmod go-w {entry.object_path}" in stderr
+    assert stdout.endswith("0 of 3 objects are there, 1 missing, 2 not trusted\n")
+    assert f"hint: mlactl warmup --cache-dir {tiny.cache_dir} --profile ci-small" in stderr
+    assert Counter(statuses(tiny(*WARMUP, "--dry-run", "--json"))) == {"untrusted": 2, "missing": 1}
+    real = tiny(*WARMUP)
+    assert (real.code, "is not trusted" in real.stderr, tiny.log.exists()) == (2, True, False), "no mode is changed by compiling"
+
+
 def test_sixteen_warmups_at_a_barrier_compile_each_key_once(tiny, tmp_path):
     """Every pod of a rollout compiled the same kernels at once, and one with a broken compiler published what it had (case C4).
 

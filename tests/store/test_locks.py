@@ -263,8 +263,37 @@ def test_a_lock_that_may_only_be_read_is_still_shared(layer: Layer, in_child: Ca
 def test_a_lock_file_that_is_a_link_is_refused(layer: Layer, tmp_path: Path) -> None:
     (tmp_path / "target").touch()
     Path(locks.entry_lock_path(layer, KEY)).symlink_to(tmp_path / "target")
-    with pytest.raises(OSError, match="symbolic links"):
+    with pytest.raises(locks.NotALockFile, match=f"{KEY}.lock is a symbolic link, expected a lock file"):
         acquire_entry(layer, KEY, exclusive=True, wait_s=0)
+
+
+@pytest.mark.parametrize("exclusive", [True, False])
+@pytest.mark.parametrize("path", [locks.entry_lock_path, lambda layer, _: locks.root_lock_path(layer)])
+def test_a_fifo_or_a_folder_in_a_lock_files_place_is_named(layer: Layer, path: Callable[..., str], exclusive: bool) -> None:
+    """A FIFO took the lock and then failed with EINVAL or hung a listing; a FIFO for the root's lock was taken in silence."""
+    place = Path(path(layer, KEY))
+    place.unlink(missing_ok=True)
+    os.mkfifo(place)
+    assert locks.holder_of(layer, KEY) is None, "and does not hang"
+    with pytest.raises(locks.NotALockFile) as raised:
+        acquire_entry(layer, KEY, exclusive=exclusive, wait_s=0)
+    assert raised.value.message == f"{place} is a FIFO, expected a lock file"
+    place.unlink()
+    place.mkdir()
+    with pytest.raises(locks.NotALockFile, match="is a directory, expected a lock file"):
+        acquire_entry(layer, KEY, exclusive=exclusive, wait_s=0)
+
+
+def test_a_lease_that_outlives_the_modules_ends_in_silence(layer: Layer) -> None:
+    """A lease held until the interpreter ended printed `AttributeError: 'NoneType' object has no attribute 'getpid'`."""
+    code = f"""
+from pathlib import Path
+from mlactl.cache import locks
+from mlactl.cache.roots import Layer
+lease = locks.acquire_entry(Layer(Path({str(layer.path)!r}), True), {KEY!r}, exclusive=True, wait_s=0)
+locks.os = locks.fcntl = None  # what interpreter shutdown leaves of them
+"""
+    assert tiny.run_python(code).stderr == ""
 
 
 def test_publishing_an_entry_in_use_says_so(

@@ -13,7 +13,7 @@ import tiny
 from conftest import NOBODY, as_root
 
 from mlactl.cache import roots as roots_module
-from mlactl.cache.publish import compile_and_publish
+from mlactl.cache.publish import compile_and_publish, require_writable
 from mlactl.cache.roots import Layer, Roots, resolve, warnings
 from mlactl.cache.store import Entry, Hit, Miss, Status, Store
 from mlactl.errors import CannotRun, NotFound, UsageError
@@ -231,6 +231,43 @@ def test_a_bucket_that_cannot_be_read_is_passed_over_and_told(store: Store, publ
         assert f"v1/{closed.key[:2]} (owner root (uid 0), mode 0700) cannot be read" in told[0]
 
     assert in_child(as_nobody, uid=NOBODY) == 0
+
+
+@as_root
+@pytest.mark.usefixtures("reachable")
+def test_a_root_that_cannot_be_written_is_known_before_anything_is_compiled(tmp_path: Path, in_child: Callable[..., int]) -> None:
+    """A warmup started all its workers, which imported the compiler for seconds, to say the same thing each."""
+    (tmp_path / "closed").mkdir(mode=0o755)
+
+    def as_nobody() -> None:
+        for root in (tmp_path / "closed", tmp_path / "closed" / "deeper" / "root"):
+            with pytest.raises(CannotRun, match=r"cannot write .*/closed \(owner root.*Permission denied"):
+                require_writable(Store.open(str(root)))
+        assert not list((tmp_path / "closed").iterdir())
+
+    assert in_child(as_nobody, uid=NOBODY) == 0
+    require_writable(Store.open(str(tmp_path / "closed" / "new")))
+
+
+def test_links_below_the_root_are_misses_and_not_published_through(
+    store: Store, publish: Callable[..., Entry], prebuilt: tiny.Prebuilt, tmp_path: Path
+) -> None:
+    """A bucket or `v1` that was a link was loaded from and published into, and no other command saw what was there."""
+    entry = publish()
+    for folder in (entry.object_path.parent, entry.object_path.parent.parent):
+        folder.rename(tmp_path / "elsewhere")
+        folder.symlink_to(tmp_path / "elsewhere")
+        found = store.lookup(tiny.spec(), "sm_120a")
+        assert isinstance(found, Miss)
+        assert found.reason.startswith(f"{folder} is a symbolic link, which is never followed")
+        with pytest.raises(CannotRun, match="is a symbolic link, expected a folder"):
+            compile_and_publish(store, tiny.spec(), "sm_120a", compiler=prebuilt.compiler())
+        folder.unlink()
+        (tmp_path / "elsewhere").rename(folder)
+    root = entry.layer.path
+    root.rename(tmp_path / "moved")
+    root.symlink_to(tmp_path / "moved")
+    assert isinstance(store.lookup(tiny.spec(), "sm_120a"), Hit), "the root itself may be a link"
 
 
 def test_a_file_in_the_roots_place_is_named(tmp_path: Path, prebuilt: tiny.Prebuilt) -> None:

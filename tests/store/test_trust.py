@@ -173,5 +173,7 @@ def test_links_and_fifos_in_an_entrys_place_are_neither_followed_nor_waited_for(
     assert entry.manifest_path is not None
     entry.manifest_path.rename(tmp_path / "outside.json")
     entry.manifest_path.symlink_to(tmp_path / "outside.json")
-    assert [(found.status, found.detail) for found in store.entries()] == [("bad-manifest", "a symbolic link, which is never followed")]
+    assert [(found.status, found.detail) for found in store.entries()] == [
+        ("bad-manifest", "not a regular file but a symbolic link, which is never followed")
+    ]
     assert fetch(store) is None

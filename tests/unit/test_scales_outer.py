@@ -227,6 +227,57 @@ def test_max_abs_of_another_length():
     assert (found.check, found.layer, found.tensor) == ("layer-count", 77, "max_abs")
 
 
+@pytest.mark.parametrize(
+    "max_abs",
+    [None, [1.0] * (LAYERS - 1), [1.0] * (LAYERS + 1), [*[1.0] * (LAYERS - 1), None], "1.0"],
+)
+def test_what_a_wrong_max_abs_does(max_abs):
+    """A missing amplitude was said to make the runtime run the layer with 1.0, or to divide by it; it does neither."""
+    document = v1(scales=[1 / 2688] * LAYERS)
+    document["max_abs"] = max_abs
+    (found,) = errors(document)
+    assert found.tensor == "max_abs"
+    assert found.effect == "the scale cannot be held against its amplitude; a loader that does so refuses the file"
+
+
+def test_an_integer_out_of_all_range():
+    """`num_layers: 10**30` was told to be "an integer of at least 1", which it is."""
+    for digits, shown in (("1" + "0" * 30, "1000000000"), (str(2**31), str(2**31))):
+        found = errors(json.dumps(v1(num_layers="@")).replace('"@"', digits).encode())
+        assert [(row.check, row.expected) for row in found] == [("num-layers", "an integer of at most 2147483647")]
+        assert found[0].value.startswith(shown)
+
+
+@pytest.mark.parametrize("as_float32", [False, True])
+def test_the_reciprocal_is_called_one(as_float32):
+    """78 single errors over wrong values hid the one mistake: 2688 / max_abs instead of max_abs / 2688."""
+    turned = [2688 / value for value in amplitudes()]
+    document = v1(scales=[float32(scale) for scale in turned] if as_float32 else turned)
+    (found,) = errors(document)
+    assert (found.check, found.value, found.expected) == ("reciprocal", "every one of 78 scales is 2688 / max_abs", "max_abs / 2688")
+    assert found.effect.startswith("this is the reciprocal: ")
+    document["scales"][5] *= 1.5
+    found = errors(document)
+    assert {row.check for row in found} == {"not-max-abs"}
+    assert len(found) == 78
+
+
+def test_amplitudes_at_which_a_scale_is_its_own_reciprocal_are_right():
+    assert errors(v1(scales=[1.0] * LAYERS, max_abs=[2688.0] * LAYERS)) == []
+
+
+def test_a_file_of_reciprocals_alone_is_suspected():
+    """Without max_abs a file of 2688 / max_abs passed as valid, and its model answered nonsense."""
+    document = v1(scales=[2688 / value for value in amplitudes()], max_abs=None)
+    (found,) = judge(document).findings.rows()
+    assert (found.severity, found.check) == (Severity.WARNING, "reciprocal")
+    assert found.value.startswith("every scale is above 1, from ")
+    assert found.effect == "amplitudes above 2688; is this the reciprocal (2688 / max_abs)?"
+    document["scales"][0] = 1.0
+    assert judge(document).findings.rows() == ()
+    assert warnings(v1(scales=[2.0] * LAYERS, max_abs=[2 * 2688] * LAYERS)) == []
+
+
 def test_every_scale_one_is_a_warning():
     document = v1(scales=[1.0] * LAYERS, max_abs=None)
     found = judge(document)

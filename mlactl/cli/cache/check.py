@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mlactl.cli import options
+from mlactl.cli import hints, options
 from mlactl.cli.cache import rendering
 from mlactl.cli.cache.rendering import counted
 from mlactl.errors import EnvironmentUnfit, UsageError
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _Key = tuple[Any, str, str]
 
 
+@hints.keeps_root
 def verify(
     keys: options.OptionalKeysArgument = None,
     digests_only: Annotated[bool, typer.Option("--digests-only", help="Sizes and digests, not what the ELF says")] = False,
@@ -34,19 +35,22 @@ def verify(
     """Check digest, arch, symbol and signature of every object."""
     from mlactl.cache import listing
 
-    out = options.make_output(output, json, quiet)
+    out = hints.make_output(output, json, quiet, cache_dir)
     if digests_only and reproduce:
         raise UsageError("--digests-only and --reproduce were both given", hint="--reproduce checks objects in full before it compiles them again")
     store = rendering.open_store(out, cache_dir)
-    wanted = rendering.resolve_keys(store, keys) if keys else listing.order(listing.collect(store, on_problem=out.warn))
+    passed_over: list[str] = []
+    wanted = rendering.resolve_keys(store, keys) if keys else listing.order(listing.collect(store, on_problem=passed_over.append))
+    for text in passed_over:
+        out.warn(text)
     report = _check(out, store, wanted, digests_only)
     repairs = _repair(out, store, report) if repair and report.bad else ()
     fixed = {_identity(outcome.entry) for outcome in repairs if outcome.outcome == "rebuilt"}
     if fixed:
         report = _check(out, store, [store.entry_in(entry.layer, entry.key) or entry for entry in report.entries], digests_only)
     reproductions = _reproduce(out, report) if reproduce else ()
-    _report(out, report, repairs, reproductions)
-    if report.bad or any(item.result == "different" for item in reproductions):
+    _report(out, report, repairs, reproductions, passed_over)
+    if report.bad or passed_over or any(item.result == "different" for item in reproductions):
         raise typer.Exit(1)
     uncompared = [item for item in reproductions if item.result == "cannot compare"]
     if uncompared:
@@ -82,15 +86,17 @@ def _identity(entry: Entry) -> _Key:
     return entry.layer, entry.key, entry.residue
 
 
-def _report(out: Output, report: Report, repairs: Sequence[RepairOutcome], reproductions: Sequence[Reproduction]) -> None:
+def _report(out: Output, report: Report, repairs: Sequence[RepairOutcome], reproductions: Sequence[Reproduction], passed_over: Sequence[str]) -> None:
     repaired = {_identity(item.entry): item for item in repairs}
     compared = {_identity(item.entry): item for item in reproductions}
     rows = [_row(entry, repaired.get(_identity(entry)), compared.get(_identity(entry))) for entry in report.entries]
     if out.mode is Mode.HUMAN:
         _report_human(out, report, repairs, reproductions)
+        if passed_over:
+            out.line(f"{counted(len(passed_over), 'folder', 'folders')} not looked at")
         return
     shown = rows if out.mode is not Mode.QUIET else [row for row in rows if row["status"] != "ok"]
-    counts = {"checked": len(rows), "bad": len(report.bad)}
+    counts = {"checked": len(rows), "bad": len(report.bad), "passed_over": list(passed_over)}
     out.listing("entries", shown, (), key=lambda row: row["key"], extra=counts)
 
 
@@ -123,7 +129,20 @@ def _report_human(out: Output, report: Report, repairs: Sequence[RepairOutcome],
         out.line(f"{same} of {counted(len(reproductions))} compiled again to the same bytes")
     summary = f", {len(bad)} not ok" if bad else ", all ok" if report.entries else ""
     out.line(f"{counted(len(report.entries))}{summary}")
-    if bad:
-        words = " ".join(f"--status {status}" for status in sorted({entry.status for entry in bad}))
-        rebuild = "" if repairs else "mlactl cache verify --repair rebuilds what this install can build; "
-        out.hint(f"{rebuild}mlactl cache prune {words} --dry-run shows what would go")
+    _hint_at(out, bad, repaired=bool(repairs))
+
+
+def _hint_at(out: Output, bad: Sequence[Entry], *, repaired: bool) -> None:
+    """What to do about bad entries: mend an owner or mode, rebuild, prune, or name those that only a full check finds."""
+    mend = rendering.distrust_hint(bad)
+    if mend is not None:
+        out.hint(mend)
+    damaged = [entry for entry in bad if entry.status != "untrusted"]
+    if not damaged:
+        return
+    words = " ".join(f"--status {status}" for status in sorted({entry.status for entry in damaged} - rendering.DEEP_STATUSES))
+    ways = [] if repaired else ["mlactl cache verify --repair rebuilds what this install can build"]
+    ways += [f"mlactl cache prune {words} --dry-run shows what would go"] if words else []
+    deep = [entry.key[: rendering.SHORT_KEY] for entry in damaged if entry.status in rendering.DEEP_STATUSES]
+    ways += [f"mlactl cache rm {' '.join(deep[:3])}{' …' if len(deep) > 3 else ''} removes by key"] if deep else []
+    out.hint("; ".join(ways))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from mlactl.cli import options
+from mlactl.cli import hints, options
 from mlactl.cli.cache import rendering
 from mlactl.errors import UsageError
 from mlactl.ui.output import Column, Output, bytes_text
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from mlactl.cache.why import Explanation
 
 
+@hints.keeps_root
 def show(
     key: options.KeyArgument,
     cache_dir: options.CacheDirOption = None,
@@ -28,7 +29,7 @@ def show(
     from mlactl.cache import listing
     from mlactl.cache.details import details
 
-    out = options.make_output(output, json, quiet)
+    out = hints.make_output(output, json, quiet, cache_dir)
     entry = rendering.open_store(out, cache_dir).entry(key)
     found = details(entry)
     facts = found.facts
@@ -73,7 +74,9 @@ def _show_human(out: Output, found: Details) -> None:
     if found.kernels:
         out.line()
         out.table(_KERNEL_COLUMNS, found.kernels)
-    if entry.status != "ok":
+    if entry.status == "untrusted":
+        out.hint(rendering.distrust_hint([entry]) or f"ls -ld {entry.object_path}")
+    elif entry.status != "ok":
         out.hint(f"mlactl cache verify {entry.key[: rendering.SHORT_KEY]} --repair, or mlactl cache rm {entry.key[: rendering.SHORT_KEY]}")
 
 
@@ -92,6 +95,7 @@ _KERNEL_COLUMNS = (
 )
 
 
+@hints.keeps_root
 def why(
     key: options.OptionalKeyArgument = None,
     profile: options.OptionalProfileOption = None,
@@ -102,7 +106,7 @@ def why(
     quiet: options.QuietOption = False,
 ) -> None:
     """Tell which key fields differ from what this machine builds."""
-    out = options.make_output(output, json, quiet)
+    out = hints.make_output(output, json, quiet, cache_dir)
     if (key is None) == (profile is None):
         found = "both" if key is not None else "neither"
         raise UsageError(f"expected a KEY or --profile, found {found}", hint="mlactl cache why KEY, or mlactl cache why --profile NAME")
@@ -154,7 +158,10 @@ def _why_human(out: Output, explanations: Sequence[Explanation], profile: str | 
     misses = sum(not item.hit for item in explanations)
     if profile is not None:
         out.line(f"{len(explanations) - misses} of {len(explanations)} lookups hit")
-    if misses:
+    mend = rendering.distrust_hint([item.entry for item in explanations if item.entry is not None and not item.hit])
+    if mend is not None:  # compiling again would not change an owner or a mode
+        out.hint(mend)
+    if sum(not item.hit and (item.entry is None or item.entry.status != "untrusted") for item in explanations):
         out.hint(f"mlactl warmup --profile {profile or 'NAME'} compiles what is missing")
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from mlactl.cli import options
+from mlactl.cli import hints, options
 from mlactl.cli.cache import rendering
 from mlactl.cli.cache.rendering import counted
-from mlactl.ui.output import Column, Mode, Output, bytes_text
+from mlactl.ui.output import ROW_LIMIT, Column, Mode, Output, bytes_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 BAD_ROWS_EXPLAINED = 5
 
 
+@hints.keeps_root
 def ls(
     kernel: rendering.KernelFilter = None,
     arch: options.ArchOption = None,
@@ -32,13 +34,18 @@ def ls(
     """List entries, by names, sizes and manifests."""
     from mlactl.cache import listing
 
-    out = options.make_output(output, json, quiet)
-    filters = listing.Filters(tuple(kernel or ()), options.checked_arches(arch), rendering.checked_statuses(status))
+    out = hints.make_output(output, json, quiet, cache_dir)
+    filters = listing.Filters(rendering.checked_kernels(kernel), options.checked_arches(arch), rendering.checked_statuses(status))
     store = rendering.open_store(out, cache_dir)
     everything = listing.collect(store, on_problem=out.warn)
     rows = listing.order(listing.select(everything, filters))
     columns = rendering.entry_columns(rows) if out.mode is Mode.HUMAN else ()
+    dropped: tuple[str, ...] = ()
+    if columns and not show_all and out.stdout.isatty():
+        columns, dropped = rendering.fitting(columns, rows[:ROW_LIMIT], shutil.get_terminal_size().columns)
     out.listing("entries", rows, columns, key=lambda entry: entry.key, show_all=show_all, empty="0 entries", as_json=listing.as_json)
+    if dropped:
+        out.hint(f"no room for {', '.join(dropped)}: mlactl cache ls --all prints them, mlactl cache show KEY all of one entry")
     if rows:
         _explain_bad(out, rows)
     elif everything:
@@ -55,6 +62,7 @@ def _explain_bad(out: Output, rows: Sequence[Entry]) -> None:
         out.hint("mlactl cache verify checks every object; mlactl cache prune --status WORD --dry-run shows what would go")
 
 
+@hints.keeps_root
 def stats(
     cache_dir: options.CacheDirOption = None,
     output: options.StatsOutputOption = None,
@@ -65,8 +73,8 @@ def stats(
     from mlactl.cache import listing
     from mlactl.cache import stats as service
 
-    out = options.make_output(output, json, quiet)
-    found = service.collect(rendering.open_store(out, cache_dir))
+    out = hints.make_output(output, json, quiet, cache_dir)
+    found = service.collect(rendering.open_store(out, cache_dir), out.warn)
     if out.mode is Mode.PROMETHEUS:
         out.line(service.prometheus(found).rstrip("\n"))
         return
@@ -101,6 +109,7 @@ _GROUP_COLUMNS = (
 )
 
 
+@hints.keeps_root
 def directory(
     cache_dir: options.CacheDirOption = None,
     output: options.OutputOption = None,
@@ -108,7 +117,7 @@ def directory(
     quiet: options.QuietOption = False,
 ) -> None:
     """Print the roots, one a line, in the order they are searched."""
-    out = options.make_output(output, json, quiet)
+    out = hints.make_output(output, json, quiet, cache_dir)
     layers = rendering.open_store(out, cache_dir).roots.layers
     rows = [{"path": str(layer.path), "writable": layer.writable, "exists": layer.path.is_dir()} for layer in layers]
     paths = [str(layer.path) for layer in layers]

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections import Counter
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mlactl.cli import options
+from mlactl.cli import hints, options
 from mlactl.cli.cache import rendering
 from mlactl.cli.cache.rendering import counted
-from mlactl.errors import CannotRun
+from mlactl.errors import CannotRun, UsageError
 from mlactl.ui.output import Column, Output, bytes_text
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from mlactl.kernels.spec import CompileSpec
 
 
+@hints.keeps_root
 def prune(
     spec: Annotated[list[str] | None, typer.Option("--spec", metavar="'ID<N'", help="Versions: < <= == >= >; repeatable")] = None,
     kernel: rendering.KernelFilter = None,
@@ -45,10 +47,10 @@ def prune(
     from mlactl.cache import prune as service
     from mlactl.cache import selectors as parsing
 
-    out = options.make_output(output, json, quiet)
+    out = hints.make_output(output, json, quiet, cache_dir)
     selectors = parsing.Selectors(
         specs=tuple(parsing.parse_spec(text) for text in spec or ()),
-        kernels=tuple(kernel or ()),
+        kernels=rendering.checked_kernels(kernel),
         arches=options.checked_arches(arch),
         statuses=rendering.checked_statuses(status),
         stale=stale,
@@ -59,10 +61,11 @@ def prune(
     )
     keep = _kept_specs(keep_profile)
     store = rendering.open_store(out, cache_dir)
-    plan = service.plan(store, selectors, keep=keep)
+    plan = service.plan(store, selectors, keep=keep, on_problem=out.warn)
     _carry_out(out, plan, dry_run=dry_run, yes=yes)
 
 
+@hints.keeps_root
 def rm(
     keys: options.KeysArgument,
     dry_run: options.DryRunOption = False,
@@ -75,10 +78,12 @@ def rm(
     """Remove named entries."""
     from mlactl.cache import prune as service
 
-    out = options.make_output(output, json, quiet)
+    out = hints.make_output(output, json, quiet, cache_dir)
     store = rendering.open_store(out, cache_dir)
     plan = service.plan_keys(store, rendering.resolve_keys(store, keys))
     _carry_out(out, plan, dry_run=dry_run, yes=yes)
+    if plan.kept and not dry_run:
+        raise typer.Exit(1)
 
 
 def _kept_specs(profiles: list[str] | None) -> tuple[CompileSpec, ...]:
@@ -107,6 +112,11 @@ def _carry_out(out: Output, plan: PrunePlan, *, dry_run: bool, yes: bool) -> Non
     if not (empty and out.can_ask):
         if not empty and not yes and out.can_ask:
             _plan_human(out, plan)
+        if not yes and not out.can_ask:
+            raise UsageError(
+                f"removing {_what(plan)} from {plan.root} needs a yes, and there is no terminal to ask on",
+                hint="add --yes to go ahead or --dry-run to only look",
+            )
         if not out.confirm(f"remove {_what(plan)} from {plan.root}?", yes=yes):
             raise typer.Abort
     _apply(out, plan)
@@ -117,13 +127,18 @@ def _carry_out(out: Output, plan: PrunePlan, *, dry_run: bool, yes: bool) -> Non
 def _apply(out: Output, plan: PrunePlan) -> None:
     from mlactl.cache.prune import apply
 
-    with out.progress("removing", len(plan.entries), "entries") as task:
-        result = apply(plan, task.advance)
+    if plan.entries:
+        with out.progress("removing", len(plan.entries), "entries") as task:
+            result = apply(plan, task.advance)
+    else:
+        result = apply(plan)
     document = {"root": plan.root, "selection": plan.selection, **asdict(result), "kept": [asdict(kept) for kept in plan.kept]}
     out.document(document, lambda: _result_human(out, plan, result), lambda: result.removed)
     if result.failed:
         first = result.failed[0]
-        raise CannotRun(f"{counted(len(result.failed))} could not be removed; {first.reason}", hint=f"mlactl cache ls --cache-dir {plan.root}")
+        raise CannotRun(
+            f"{counted(len(result.failed))} could not be removed; {first.reason}", hint=f"mlactl cache ls --cache-dir {shlex.quote(plan.root)}"
+        )
 
 
 def _what(plan: PrunePlan) -> str:
@@ -138,15 +153,19 @@ def _plan_human(out: Output, plan: PrunePlan) -> None:
     for path in plan.locks:
         out.line(path)
     out.line(f"{_what(plan)} of {counted(plan.root_entries)} ({bytes_text(plan.root_bytes)}) in {plan.root}; selected: {', '.join(plan.selection)}")
-    if plan.kept:
-        out.line(f"{counted(len(plan.kept))} kept: {plan.kept[0].reason}")
+    _kept_human(out, plan)
+
+
+def _kept_human(out: Output, plan: PrunePlan) -> None:
+    """What was selected and stays, by reason."""
+    for reason, number in Counter(kept.reason for kept in plan.kept).items():
+        out.line(f"{counted(number)} kept: {reason}")
 
 
 def _result_human(out: Output, plan: PrunePlan, result: PruneResult) -> None:
     locks = f" and {counted(result.locks_removed, 'lock file', 'lock files')}" if plan.locks else ""
     out.line(f"removed {counted(len(result.removed))} ({bytes_text(result.freed_bytes)}){locks} from {plan.root}")
-    if plan.kept:
-        out.line(f"{counted(len(plan.kept))} kept: {plan.kept[0].reason}")
+    _kept_human(out, plan)
     for outcome in result.skipped:
         out.line(f"skipped {outcome.key[: rendering.SHORT_KEY]}: {outcome.reason}")
     for outcome in result.failed:
@@ -155,6 +174,8 @@ def _result_human(out: Output, plan: PrunePlan, result: PruneResult) -> None:
 
 def _nothing_selected(out: Output, plan: PrunePlan) -> None:
     """What could have been selected, for whoever expected something to go."""
+    if plan.kept:
+        return  # said already, with the reason
     if plan.selection != ("--locks",):
         out.hint(f"nothing matched; the root has {', '.join(plan.root_kernels) or 'no entries'}")
 

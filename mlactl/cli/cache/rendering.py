@@ -62,6 +62,27 @@ def checked_statuses(values: Sequence[str] | None) -> tuple[str, ...]:
     return tuple(dict.fromkeys(values or ()))
 
 
+DEEP_STATUSES = frozenset({"digest", "arch", "symbol", "signature", "untrusted"})
+"""Status words that only a full check gives: `--status` of a listing or a plan never meets them."""
+
+
+def checked_kernels(values: Sequence[str] | None) -> tuple[str, ...]:
+    """`--kernel` values; raises UsageError for an empty one."""
+    from mlactl.kernels.registry import KERNELS
+
+    if any(not value.strip() for value in values or ()):
+        raise UsageError("--kernel is empty, expected a kernel id, its dotted start or a pattern", hint=f"one of {', '.join(sorted(KERNELS))}")
+    return tuple(values or ())
+
+
+def distrust_hint(entries: Sequence[Entry]) -> str | None:
+    """How to mend the owner or mode of the first untrusted entry; None when there is none."""
+    from mlactl.cache.entry import distrust
+
+    refused = next((found for entry in entries if entry.status == "untrusted" and (found := distrust(entry)) is not None), None)
+    return refused.hint if refused is not None else None
+
+
 def open_store(out: Output, cache_dir: str | None) -> Store:
     """The store that the options and the environment name; warns of what a person should know about its roots."""
     from mlactl.cache.roots import warnings
@@ -89,6 +110,24 @@ def entry_columns(entries: Sequence[Entry]) -> tuple[Column, ...]:
         Column("used", lambda entry: _age(entry.last_used, now), right=True),
         *root,
     )
+
+
+_EXPENDABLE = ("facts", "used", "age", "size", "arch", "version")
+"""Columns in the order they go when the terminal is too narrow: a folded key or kernel id cannot be read or copied."""
+
+_PADDING = 2
+
+
+def fitting(columns: Sequence[Column], rows: Sequence[Entry], width: int) -> tuple[tuple[Column, ...], tuple[str, ...]]:
+    """The columns that a terminal of `width` characters holds without folding, and the titles of those left out."""
+    needs = {column.title: _PADDING + max([len(column.title), *(len(column.cell(row)) for row in rows)]) for column in columns}
+    dropped: list[str] = []
+    for title in _EXPENDABLE:
+        if sum(needs.values()) <= width:
+            break
+        dropped.append(title)
+        needs.pop(title, None)
+    return tuple(column for column in columns if column.title in needs), tuple(dropped)
 
 
 def kernel_cell(entry: Entry) -> str:

@@ -1,8 +1,11 @@
 """`cache ls`, `show`, `stats`, `dir` and `why`: every output mode and exit code, whole outputs."""
 
+import contextlib
 import os
+import pty
 import re
 import shutil
+import sys
 
 import pytest
 import stand_ins
@@ -381,3 +384,26 @@ def test_keys_are_completed(cache, filled):
     assert all(word.startswith(key[:5]) for word in done.stdout.split())
     statuses = cache(env={**words, "COMP_WORDS": "mlactl cache ls --status no-", "COMP_CWORD": "4"})
     assert sorted(statuses.stdout.split()) == ["no-manifest", "no-object"]
+
+
+@pytest.mark.parametrize(("width", "dropped"), [(80, "facts"), (60, "facts, used, age, size"), (200, "")])
+def test_a_narrow_terminal_drops_columns_and_folds_no_key(cache, filled, width, dropped):
+    """At 80 columns keys and kernel ids were folded over several lines, to be neither read nor copied."""
+    child, terminal = pty.fork()
+    if child == 0:
+        os.environ.clear()
+        os.environ.update({**cache.env, "TERM": "dumb", "COLUMNS": str(width)})
+        os.execv(sys.executable, [*cache.launch, "cache", "ls"])
+    shown = b""
+    with contextlib.suppress(OSError):  # what the end of a terminal is
+        while part := os.read(terminal, 4096):
+            shown += part
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    lines = shown.decode().splitlines()
+    rows = [line for line in lines if "test.tiny" in line]
+    assert [row.split()[0] for row in rows] == [entry.key[:12] for entry in filled.in_order]
+    assert all(len(row) <= width for row in rows)
+    hint = [line for line in lines if line.startswith("hint: no room for")]
+    expected = [f"hint: no room for {dropped}: mlactl cache ls --all prints them, mlactl cache show KEY all of one entry"] if dropped else []
+    assert hint == expected
+    assert ("factor=2" in shown.decode()) == (not dropped)

@@ -6,6 +6,7 @@ import re
 import signal
 import sys
 import time
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -13,7 +14,9 @@ import stand_ins
 import tiny
 
 from mlactl.cache import locks
-from mlactl.cache.prune import PrunePlan, apply
+from mlactl.cache.prune import PrunePlan, apply, plan
+from mlactl.cache.selectors import Selectors
+from mlactl.cli.cache import remove
 
 TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ")
 
@@ -138,7 +141,11 @@ def test_off_a_terminal_without_yes_it_refuses(cache, store, filled):
     for words in (("prune",), ("prune", "--json"), ("prune", "--kernel", "nothing.here"), ("rm", filled.current.key)):
         done = cache("cache", *words)
         assert (done.code, done.stdout) == (2, ""), words
-        assert "cannot be asked without a terminal\nhint: add --yes to go ahead or --dry-run to only look\n" in done.stderr
+        assert re.search(
+            r"error: removing \d entr.* from .* needs a yes, and there is no terminal to ask on\n"
+            r"hint: add --yes to go ahead or --dry-run to only look\n",
+            done.stderr,
+        )
     assert left(store) == before
 
 
@@ -244,3 +251,66 @@ def test_rm_takes_a_damaged_entry_too(cache, store, filled):
     done = cache("cache", "rm", filled.current.key, filled.newer.key, "--yes", "-q")
     assert sorted(done.lines) == sorted([filled.current.key, filled.newer.key])
     assert left(store) == sorted(entry.key for entry in filled.all if entry not in (filled.current, filled.newer))
+
+
+def test_what_is_no_regular_file_is_left_alone_and_said(cache, store, filled):
+    """Over a folder, a FIFO and a link in an object's place `rm` said "removed 3 entries (0 B)" and left them without a manifest."""
+    folder, fifo, link = filled.current, filled.superseded, filled.newer
+    for entry, put in ((folder, lambda path: path.mkdir()), (fifo, os.mkfifo), (link, lambda path: path.symlink_to("nowhere"))):
+        entry.object_path.unlink()
+        put(entry.object_path)
+    keys = [entry.key for entry in (folder, fifo, link)]
+    done = cache("cache", "rm", *keys, "--yes")
+    assert done.code == 1
+    assert done.stdout.startswith("removed 0 entries (0 B)")
+    for entry, kind in ((folder, "a directory"), (fifo, "a FIFO"), (link, "a symbolic link")):
+        assert f"1 entry kept: not a regular file, left alone: ls -ld {entry.object_path}\n" in done.stdout
+        assert entry.manifest_path.exists()
+        assert store.entry(entry.key).detail == f"not a regular file but {kind}"
+    pruned = cache("cache", "prune", "--status", "no-object", "--yes")
+    assert (pruned.code, "nothing matched" in pruned.stderr, "0/0" in pruned.stderr) == (0, False, False)
+    folder.manifest_path.unlink()
+    os.mkfifo(folder.manifest_path)
+    assert store.entry(folder.key).detail == "not a regular file but a FIFO"
+
+
+def test_rm_does_not_go_on_without_the_roots_lock(cache, store, filled):
+    """A FIFO in the place of root.lock was locked in silence: nothing kept `prune --locks` away any more."""
+    lock = store.roots.writable.path / "v1" / "root.lock"
+    lock.unlink()
+    os.mkfifo(lock)
+    done = cache("cache", "rm", filled.current.key, "--yes")
+    assert (done.code, filled.current.object_path.exists()) == (2, True)
+    assert f"{lock} is a FIFO, expected a lock file" in done.stderr
+
+
+def test_a_foreign_file_named_like_a_bucket_stops_no_lock_pruning(cache, store, filled):
+    """A file `v1/00` ended `prune --locks` with NotADirectoryError."""
+    (store.roots.writable.path / "v1" / "00").touch()
+    done = cache("cache", "prune", "--locks", "--yes")
+    assert (done.code, "6 lock files" in done.stdout) == (0, True), done.stderr
+
+
+def test_slips_of_the_hand(cache, filled, tmp_path):
+    """Empty values acted as if they had not been given, and hints led nowhere."""
+    for words, said in (
+        (("prune", "--kernel", ""), "error: --kernel is empty"),
+        (("ls", "--kernel", ""), "error: --kernel is empty"),
+        (("show", ""), "error: an empty KEY names no entry"),
+        (("rm", "", "--yes"), "error: an empty KEY names no entry"),
+        (("ls", "--cache-dir", ""), "error: cache directory list '' names no path"),
+        (("prune", "--arch", "sm_120"), "hint: --arch sm_120a or"),
+    ):
+        done = cache("cache", *words)
+        assert (done.code, said in done.stderr) == (2, True), (words, done.stderr)
+    assert cache("cache", "show", filled.current.key.upper(), "-q").stdout == f"{filled.current.key}\n"
+
+
+def test_everything_kept_is_not_called_nothing_matched(store, filled):
+    """`prune --kernel X --keep-profile P` that keeps all of X said that nothing matched."""
+    made = plan(store, Selectors(kernels=("test.tiny",)), keep=[entry.manifest.spec for entry in filled.all])
+    told = []
+    remove._nothing_selected(SimpleNamespace(hint=told.append), made)
+    assert (len(made.kept), made.entries, told) == (6, (), [])
+    remove._nothing_selected(SimpleNamespace(hint=told.append), plan(store, Selectors(kernels=("other",))))
+    assert told[0].startswith("nothing matched; the root has test.tiny 0")

@@ -21,7 +21,7 @@ def test_all_ok_in_every_mode(cache, filled):
 def test_an_empty_root_is_clean(cache):
     done = cache.every_mode("cache", "verify", rows="entries")
     assert done["human"].stdout == "0 entries\n"
-    assert done["json"].json == {"schema_version": 1, "checked": 0, "bad": 0, "entries": []}
+    assert done["json"].json == {"schema_version": 1, "checked": 0, "bad": 0, "passed_over": [], "entries": []}
 
 
 def test_findings_in_every_mode(cache, filled, prebuilt):
@@ -56,10 +56,12 @@ def test_findings_in_every_mode(cache, filled, prebuilt):
         in text
     )
     assert f"{first.key[:12]} symbol test.tiny 0 dtype=f32 factor=3 for sm_120a\n  exports mlactl_{second.key}, expected mlactl_{first.key}\n" in text
+    in_full = [row["key"][:12] for row in document["entries"] if row["status"] in ("digest", "symbol")]
     assert done["human"].stderr.endswith(
-        "hint: mlactl cache verify --repair rebuilds what this install can build; mlactl cache prune --status bad-manifest --status digest "
-        "--status no-manifest --status no-object --status size --status symbol --status temp --dry-run shows what would go\n"
-    )
+        "hint: mlactl cache verify --repair rebuilds what this install can build; mlactl cache prune --status bad-manifest "
+        "--status no-manifest --status no-object --status size --status temp --dry-run shows what would go; "
+        f"mlactl cache rm {' '.join(in_full)} removes by key\n"
+    ), "prune goes by a listing, which never says digest or symbol"
 
 
 def test_named_keys_and_digests_only(cache, filled):
@@ -83,7 +85,7 @@ def test_repair_rebuilds_with_the_real_compiler(cache, store, filled):
     assert f"{filled.current.key[:12]} digest, rebuilt\n" in done.stdout
     assert f"{filled.superseded.key[:12]} digest, left: test.tiny: version 0 asked for, this release builds version 1\n" in done.stdout
     assert done.stdout.endswith("6 entries, 1 not ok\n")
-    assert "hint: mlactl cache prune --status digest --dry-run shows what would go\n" in done.stderr
+    assert f"hint: mlactl cache rm {filled.superseded.key[:12]} removes by key\n" in done.stderr
     assert filled.current.object_path.read_bytes() == before, "objects are reproducible"
 
 
@@ -136,3 +138,69 @@ def test_ctrl_c_is_130_and_says_how_far_it_came(cache, filled, prebuilt):
     assert "Traceback" not in stderr
     assert "interrupted" in stderr
     assert stdout == ""
+
+
+def test_what_no_load_would_trust_is_a_finding(cache, filled):
+    """`verify` said "all ok" of a root and of an object that others may write, which every load refuses."""
+    target = filled.current.object_path
+    target.chmod(0o666)
+    done = cache("cache", "verify", "--cache-dir", cache.cache_dir)
+    assert done.code == 1
+    assert f"{filled.current.key[:12]} untrusted test.tiny 1" in done.stdout
+    assert f"  {target} is not trusted: owner " in done.stdout
+    assert "6 entries, 1 not ok\n" in done.stdout
+    assert done.stderr.endswith(f"hint: chmod go-w {target}, or name the root in MLACTL_TRUST_ROOT if this is meant\n")
+    why = cache("cache", "why", filled.current.key)
+    assert "miss" in why.stdout
+    assert "status untrusted" in why.stdout
+    assert f"hint: chmod go-w {target}" in why.stderr
+    assert "mlactl warmup" not in why.stderr, "compiling again changes no mode"
+    cache.cache_dir.chmod(0o777)
+    rows = cache("cache", "verify", "--json").json["entries"]
+    assert {row["status"] for row in rows} == {"untrusted"}
+
+
+def test_links_below_the_root_are_told_and_the_root_may_be_one(cache, filled, tmp_path):
+    """A bucket that was a link was followed by loads and unseen by ls, verify and prune."""
+    moved = tmp_path / "moved"
+    cache.cache_dir.rename(moved)
+    cache.cache_dir.symlink_to(moved)
+    assert cache("cache", "verify").stdout == "6 entries, all ok\n"
+    bucket = moved / "v1" / filled.current.key[:2]
+    bucket.rename(tmp_path / "bucket")
+    bucket.symlink_to(tmp_path / "bucket")
+    link = cache.cache_dir / "v1" / filled.current.key[:2]
+    verify, ls = cache("cache", "verify"), cache("cache", "ls")
+    assert (verify.code, ls.code) == (1, 0)
+    assert "1 folder not looked at\n" in verify.stdout
+    for done in (verify, ls):
+        assert f"warning: {link} is a symbolic link, which is never followed below the root" in done.stderr
+    assert cache("cache", "show", filled.current.key).code == 1
+    (moved / "v1").rename(tmp_path / "v1")
+    (moved / "v1").symlink_to(tmp_path / "v1")
+    verify = cache("cache", "verify")
+    assert (verify.code, verify.stdout.splitlines()[0]) == (1, "0 entries")
+    assert f"warning: {cache.cache_dir}/v1 is a symbolic link" in verify.stderr
+
+
+def test_hints_carry_the_cache_dir_that_was_given(cache, filled, tmp_path):
+    """Following a hint acted on the default root instead of the one that was looked at."""
+    other = tmp_path / "other root"
+    cache.cache_dir.rename(other)
+    given, key = ("--cache-dir", str(other)), filled.current.key
+    quoted = f"--cache-dir '{other}'"
+    (other / "v1" / key[:2] / f"{key}.so").unlink()
+    expected = {
+        ("verify",): (1, [f"mlactl cache verify {quoted} --repair", f"mlactl cache prune {quoted} --status no-object --dry-run"]),
+        ("ls",): (0, [f"mlactl cache verify {quoted} checks", f"mlactl cache prune {quoted} --status WORD"]),
+        ("show", key): (0, [f"mlactl cache verify {quoted} {key[:12]} --repair", f"mlactl cache rm {quoted} {key[:12]}"]),
+        ("why", key): (0, [f"mlactl warmup {quoted} --profile NAME"]),
+        ("show", "feedc0de"): (1, [f"hint: mlactl cache ls {quoted} shows"]),
+        ("rm", "feedc0de"): (1, [f"hint: mlactl cache ls {quoted} shows"]),
+        ("prune", "--status", "no-object", "--dry-run"): (0, [f"hint: mlactl cache prune --status no-object {quoted} --yes"]),
+    }
+    for words, (code, hints) in expected.items():
+        done = cache("cache", *words, *given)
+        assert done.code == code, (words, done.stderr)
+        assert all(hint in done.stderr for hint in hints), (words, done.stderr)
+    assert "--cache-dir" not in cache("cache", "show", "feedc0de").stderr, "nothing was given"

@@ -1,0 +1,68 @@
+"""Hints of commands that were given `--cache-dir`: following one must act on that same root."""
+
+from __future__ import annotations
+
+import functools
+import re
+import shlex
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+from mlactl.cli import options
+from mlactl.errors import MlactlError
+from mlactl.ui.output import Output
+
+Params = ParamSpec("Params")
+Result = TypeVar("Result")
+
+_COMMAND = re.compile(r"\bmlactl (?:cache [a-z]+|warmup)\b(?! --help)")
+
+
+def on_root(text: str, cache_dir: str | None) -> str:
+    """The text with `--cache-dir` put into every `mlactl cache …` and `mlactl warmup` in it that has none yet."""
+    if cache_dir is None:
+        return text
+    parts, at = [], 0
+    for match in _COMMAND.finditer(text):
+        following = _COMMAND.search(text, match.end())
+        rest = text[match.end() : following.start() if following else None]
+        parts.append(text[at : match.end()] + ("" if "--cache-dir" in rest else f" --cache-dir {shlex.quote(cache_dir)}"))
+        at = match.end()
+    return "".join(parts) + text[at:]
+
+
+class RootedOutput(Output):
+    """Output whose hints name the root that the command was given."""
+
+    cache_dir: str | None = None
+
+    def hint(self, text: str) -> None:
+        """The next command to type, for this root."""
+        super().hint(on_root(text, self.cache_dir))
+
+    def error(self, error: MlactlError) -> None:
+        """An error whose next command is for this root."""
+        super().error(MlactlError(error.message, hint=error.hint and on_root(error.hint, self.cache_dir)))
+
+
+def make_output(output: options.OutputMode | options.StatsMode | None, json: bool, quiet: bool, cache_dir: str | None) -> RootedOutput:
+    """As `options.make_output`, for a command that has `--cache-dir`."""
+    out = RootedOutput(options.make_output(output, json, quiet).mode)
+    out.cache_dir = cache_dir
+    return out
+
+
+def keeps_root(command: Callable[Params, Result]) -> Callable[Params, Result]:
+    """Makes the errors of a command carry its `--cache-dir` in their hints, those of services and of the parsing of values too."""
+
+    @functools.wraps(command)
+    def run(*arguments: Params.args, **values: Params.kwargs) -> Result:
+        try:
+            return command(*arguments, **values)
+        except MlactlError as error:
+            cache_dir = values.get("cache_dir")
+            if error.hint and isinstance(cache_dir, str):
+                error.hint = on_root(error.hint, cache_dir)
+            raise
+
+    return run
