@@ -6,7 +6,6 @@ import itertools
 from typing import TYPE_CHECKING, Any
 
 from mlactl.kernels import registry
-from mlactl.kernels.errors import NotBuiltYet
 
 if TYPE_CHECKING:
     import torch
@@ -77,8 +76,6 @@ def _dense(capture: Capture, arch: str) -> Any:
     from mlactl.kernels.mla.dense import DenseTensors
 
     call, device = capture.call, "cuda"
-    if call.sparse is not None and call.sparse.stride > 1:
-        raise NotBuiltYet("the strided chunk selection is not built yet")
     ends = capture.boundaries
     counts = [later - earlier for earlier, later in itertools.pairwise(ends)]
     lengths = [int(value) for value in capture.tensors["cache_seqlens"].tolist()]
@@ -94,13 +91,14 @@ def _dense(capture: Capture, arch: str) -> Any:
             page_size=call.page_size,
             multiprocessors=properties.multi_processor_count,
             arch=arch,
-            rows=max(1, *counts),
+            rows=call.sparse.rows if call.sparse is not None else max(1, *counts),
             max_query_rows=max(1, capture.rows) if mode == "extend" else None,
             q_dtype="bf16" if capture.tensors["q"].dtype == torch.bfloat16 else "e4m3",
             record=call.record,
             width=int(capture.tensors["q"].shape[2]),
             per_query="query_cache_seqlens" in capture.tensors,
             window=call.window is not None,
+            sparse=None if call.sparse is None else call.sparse.policy(),
         )
     )
     registry.require_built(plan.forward)
@@ -120,6 +118,9 @@ def _dense(capture: Capture, arch: str) -> Any:
         host_cache_seqlens=lengths,
         host_cu_seqlens_q=None if starts is None else list(ends),
         sm_scale=call.sm_scale,
+        kv_scale=call.kv_scale,
+        q_scale=call.q_scale,
+        window=call.window,
     )
     binding = plan.bind(tensors)
     binding.validate()

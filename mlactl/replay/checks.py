@@ -7,6 +7,7 @@ import math
 from typing import TYPE_CHECKING
 
 from mlactl.kernels import registry
+from mlactl.kernels.errors import PlanError
 from mlactl.replay.errors import BadCapture
 from mlactl.replay.header import DENSE_INPUTS, SELECTED_INPUTS
 from mlactl.replay.records import RECORDS, ROPE_ELEMENTS
@@ -119,9 +120,24 @@ def _check_lengths(capture: Capture, origin: str) -> None:
         negative = _first(own, lambda value: value < 0)
         if negative:
             raise BadCapture(f"{origin}: per-query length {negative} is negative")
+    _check_selection(capture, origin)
     per_query = capture.call.facts.get("lengths")
     if per_query is not None and (per_query == "per_query") != (own is not None):
         raise BadCapture(f"{origin}: the kernel spec says lengths={per_query}, the capture has {'' if own is not None else 'no '}per-query lengths")
+
+
+def _check_selection(capture: Capture, origin: str) -> None:
+    selection, sparse = capture.call.facts.get("selection"), capture.call.sparse
+    if selection is not None and (selection == "sparse") != (sparse is not None):
+        raise BadCapture(f"{origin}: the kernel spec says selection={selection}, the capture has {'a' if sparse is not None else 'no'} sparse policy")
+    if sparse is None:
+        return
+    try:
+        sparse.policy()
+    except PlanError as error:
+        raise BadCapture(f"{origin}: its sparse policy selects nothing sensible: {error.message}") from None
+    if sparse.rows < 1:
+        raise BadCapture(f"{origin}: sparse policy of {sparse.rows} rows a request, expected at least 1")
 
 
 def _check_table(capture: Capture, origin: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from mlactl.kernels.mla import policy
 from mlactl.kernels.spec import CompileSpec, FactValue, canonical_json
 from mlactl.replay.errors import BadCapture
 
@@ -43,13 +44,18 @@ class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SparsePolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The opt-in strided chunk selection (docs/kernels.md)."""
+    """The opt-in strided chunk selection (docs/kernels.md); `rows` are the rows a request of the plan, which its refresh goes by."""
 
     stride: int
     sink_chunks: int
     recent_chunks: int
     min_tokens: int
     refresh_interval: int
+    rows: int
+
+    def policy(self) -> policy.SparsePolicy:
+        """The kernels' own object of it; raises PlanError for numbers that select nothing sensible."""
+        return policy.SparsePolicy(self.stride, self.sink_chunks, self.recent_chunks, self.min_tokens, self.refresh_interval)
 
 
 class CallHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

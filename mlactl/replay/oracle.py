@@ -78,7 +78,7 @@ def _own_reference(capture: Capture, dtype: torch.dtype, target: str, kept: Sequ
 def _covered(capture: Capture) -> bool:
     """Whether the kernels' reference has this contract: causal rows over unscaled dense pages, no window, one query type."""
     call = capture.call
-    plain = call.window is None and call.record == "bf16" and call.q_scale == 1.0 and (call.sparse is None or call.sparse.stride == 1)
+    plain = call.window is None and call.record == "bf16" and call.q_scale == 1.0 and call.sparse is None
     return capture.dense and plain and "query_cache_seqlens" not in capture.tensors and int(capture.tensors["q"].shape[2]) in LATENT_ELEMENTS
 
 
@@ -121,6 +121,10 @@ def _request(capture: Capture, rows: Sequence[int], dtype: torch.dtype, device: 
     import torch
 
     call = capture.call
+    if call.sparse is not None and len(rows) > 1:  # rows attend chunks of their own: nothing to share
+        for place, row in enumerate(rows):
+            _request(capture, [row], dtype, device, output[place : place + 1], lse[place : place + 1])
+        return
     views = [view for row in rows if (view := seen(capture, row)) is not None]
     widest = max(views, key=lambda view: int(view.positions[-1]) + 1 if len(view.positions) else 0)
     first = min((int(view.positions[0]) for view in views if len(view.positions)), default=0)
@@ -142,6 +146,7 @@ def _request(capture: Capture, rows: Sequence[int], dtype: torch.dtype, device: 
         query = capture.tensors["q"][block].to(device).to(dtype) * call.q_scale
         logits = query @ keys.T * call.sm_scale
         if capture.dense:
+            # A selecting row is alone: all of its keys, and none between them, are at hand.
             spans = [(int(view.positions[0]) - first, len(view.positions)) if len(view.positions) else (0, 0) for view in views[start : start + step]]
             columns = torch.arange(len(keys), device=device)
             begin = torch.tensor([[span[0]] for span in spans], device=device)

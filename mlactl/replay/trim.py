@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mlactl.kernels.errors import NotBuiltYet
-from mlactl.replay.header import CallHeader, Parallel, TensorFact
+from mlactl.replay.header import CallHeader, Parallel, SparsePolicy, TensorFact
 from mlactl.replay.records import record_layout
 from mlactl.replay.storage import fact
 
@@ -57,11 +57,19 @@ def _header(call: Any, tensors: Any, mode: str, page_size: int, profile: str | N
         kv_scale=float(getattr(tensors, "kv_scale", None) or 1.0),
         q_scale=float(getattr(tensors, "q_scale", None) or 1.0),
         window=getattr(tensors, "window", None) or None,
+        sparse=_selection(call.plan.caps),
         splits=getattr(call.plan, "splits", None),
         profile=profile,
         parallel=parallel,
         layer=layer,
     )
+
+
+def _selection(caps: Any) -> SparsePolicy | None:
+    chosen = getattr(caps, "sparse", None)
+    if chosen is None:
+        return None
+    return SparsePolicy(chosen.stride, chosen.sink_chunks, chosen.recent_chunks, chosen.min_tokens, chosen.refresh_interval, caps.rows)
 
 
 def _dense(call: Any, tensors: Any, profile: str | None, parallel: Parallel, layer: int | None) -> Described:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mlactl.kernels.errors import NotBuiltYet
+from mlactl.kernels.mla.selection import SELECTION_TOKENS
 
 if TYPE_CHECKING:
     import torch
 
     from mlactl.replay.capture import Capture
+    from mlactl.replay.header import SparsePolicy
 
 
 def visible_lengths(capture: Capture) -> list[int]:
@@ -55,18 +56,25 @@ def seen(capture: Capture, row: int, *, shift: int = 0, window_shift: int = 0) -
 def _seen_dense(capture: Capture, row: int, shift: int, window_shift: int) -> Seen | None:
     import torch
 
-    if capture.call.sparse is not None and capture.call.sparse.stride > 1:
-        raise NotBuiltYet(f"{capture.name}: replay of the strided chunk selection is not built yet")
     request, size, window = capture.requests[row], capture.call.page_size, capture.call.window
     visible = visible_lengths(capture)[row] + shift
     table = capture.tensors["page_table"][request]
     if visible < 0 or visible > len(table) * size:
         return None
     positions = torch.arange(first_visible(visible, None if window is None else max(1, window + window_shift)), visible)
+    if capture.call.sparse is not None:
+        positions = positions[_selected_chunks(capture.call.sparse, positions, visible)]
     pages = table[positions // size].long()
     if bool((pages < 0).any()):
         return None
     return Seen(row, request, pages, positions % size, positions)
+
+
+def _selected_chunks(sparse: SparsePolicy, positions: torch.Tensor, visible: int) -> torch.Tensor:
+    """Which positions lie in the chunks that a row attends."""
+    import torch
+
+    return torch.isin(positions // SELECTION_TOKENS, torch.tensor(sparse.policy().chunks(visible, sparse.rows), dtype=torch.long))
 
 
 def _seen_selected(capture: Capture, row: int, shift: int) -> Seen | None:

@@ -52,7 +52,7 @@ def dense(
             record=record,
             width=576,
             lengths="causal" if own is None else "per_query",
-            selection="exact",
+            selection="exact" if changes.get("sparse") is None else "sparse",
             window=window is not None,
         ).facts
     )
