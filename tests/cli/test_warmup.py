@@ -182,7 +182,9 @@ def test_cache_dir_option_beats_the_environment(tiny, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "damage", [lambda path: path.unlink(), lambda path: path.write_bytes(b""), lambda path: os.truncate(path, 4096), "flip", "swap"], ids=["unlinked", "emptied", "cut", "flip", "swap"]
+    "damage",
+    [lambda path: path.unlink(), lambda path: path.write_bytes(b""), lambda path: os.truncate(path, 4096), "flip", "swap"],
+    ids=["unlinked", "emptied", "cut", "flip", "swap"],
 )
 def test_a_damaged_object_is_named_by_check_and_rebuilt(tiny, warm, damage):
     warm(2)
