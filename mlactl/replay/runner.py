@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 from mlactl.errors import MlactlError, UsageError
 from mlactl.replay import capture as captures
-from mlactl.replay import dcp, oracle, storage
+from mlactl.replay import oracle, storage
 from mlactl.replay.capture import Capture
+from mlactl.replay.dcp import groups
 from mlactl.replay.inferred import inferred_clusters
 from mlactl.replay.kernel import KernelResult, run_kernel
 from mlactl.replay.report import ERROR, MATCH, MISMATCH, NOTHING, Bisection, CallReport, Pair, Report
@@ -253,7 +254,7 @@ def replay(paths: Sequence[Path], options: ReplayOptions, *, jobs: int = 1, fail
             break
     skipped = len(paths) - len(done)
     if not skipped:
-        done += dcp.group_reports(paths, options)
+        done += groups.group_reports(paths, options)
     return Report(tuple(done), skipped=skipped)
 
 

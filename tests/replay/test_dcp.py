@@ -14,8 +14,9 @@ from calls import dense, finished
 
 from mlactl.replay import capture as captures
 from mlactl.replay import oracle
-from mlactl.replay.dcp import find_groups, group_reports, merge_results, unsharded
-from mlactl.replay.dcp.unsharded import global_lengths, held, length_faults
+from mlactl.replay.dcp.groups import find_groups, group_reports
+from mlactl.replay.dcp.merge import merge_results
+from mlactl.replay.dcp.unsharded import global_lengths, held, length_faults, unsharded
 from mlactl.replay.errors import BadCapture
 from mlactl.replay.header import Parallel
 from mlactl.replay.runner import ReplayOptions

@@ -356,12 +356,18 @@ def test_an_entry_is_found_by_any_unique_prefix(store: Store, publish: Callable[
         assert store.entry(entry.key[:length]).key == entry.key
 
 
-@pytest.mark.parametrize("prefix", ["", "zz", "../..", "A", "0" * 65, "f" * 64])
+@pytest.mark.parametrize("prefix", ["zz", "../..", "A", "0" * 65, "f" * 64])
 def test_an_unknown_key_is_not_found(store: Store, publish: Callable[..., Entry], prefix: str) -> None:
     publish()
     with pytest.raises(NotFound) as raised:
         store.entry(prefix)
     assert raised.value.exit_code == 1
+
+
+def test_no_key_at_all_is_a_usage_error(store: Store) -> None:
+    """An unset shell variable as KEY once read as a key that is not there."""
+    with pytest.raises(UsageError):
+        store.entry("")
 
 
 def test_an_ambiguous_prefix_is_a_usage_error(store: Store, publish: Callable[..., Entry]) -> None:
