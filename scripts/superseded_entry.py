@@ -29,12 +29,12 @@ def main(cache_dir: str) -> None:
     linker_path, linker = publish.find_linker()
     with tempfile.TemporaryDirectory() as scratch:
         exported, linked = Path(scratch) / "object.o", Path(scratch) / "object.so"
-        compile_object(spec, older.arch, symbol_for(older.key()), older.toolchain.flavour, exported)
+        shared = compile_object(spec, older.arch, symbol_for(older.key()), older.toolchain.flavour, exported)
         subprocess.run([linker_path, *publish.LINK_FLAGS, "-o", linked.name, exported.name], cwd=scratch, check=True)
         code_sha256, data = hashlib.sha256(exported.read_bytes()).hexdigest(), linked.read_bytes()
     mode = publish.prepare(layer, older.key())
     with locks.entry_lock(layer, older.key(), exclusive=True, wait_s=10.0):
-        publish.publish_object(layer, older, data, code_sha256=code_sha256, linker=linker, compile_s=0.0, mode=mode)
+        publish.publish_object(layer, older, data, publish.Build(code_sha256, linker, compile_s=0.0, dynamic_smem_bytes=shared), mode=mode)
 
 
 if __name__ == "__main__":
