@@ -18,6 +18,7 @@ import torch
 
 from mlactl.kernels import runtime
 from mlactl.kernels.errors import BindError
+from mlactl.kernels.mla import checks
 from mlactl.kernels.mla.planner import ALIGNMENT_BYTES, DEFAULT_SM_SCALE, DensePlan
 
 _DTYPES = {"bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn, "fp8": torch.float8_e4m3fn}
@@ -231,40 +232,28 @@ def _check_query_lengths(plan: DensePlan, tensors: DenseTensors) -> None:
         raise BindError("host_cu_seqlens_q was given without cu_seqlens_q")
 
 
-def _expect(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int | None, ...], device: torch.device) -> None:
-    if tensor.dtype != dtype:
-        raise BindError(f"{name} has dtype {tensor.dtype}, expected {dtype}")
-    if tensor.dim() != len(shape):
-        raise BindError(f"{name} has rank {tensor.dim()}, expected {len(shape)}")
-    for index, extent in enumerate(shape):
-        if extent is not None and tensor.shape[index] != extent:
-            raise BindError(f"{name}.shape[{index}] is {tensor.shape[index]}, expected {extent}")
-    if tensor.device != device:
-        raise BindError(f"{name} is on {tensor.device}, q is on {device}")
-
-
 def _check_shapes(plan: DensePlan, tensors: DenseTensors) -> None:
     caps, device = plan.caps, tensors.q.device
-    _expect("q", tensors.q, _DTYPES[caps.q_dtype], (None, caps.heads, caps.width), device)
+    checks.expect("q", tensors.q, _DTYPES[caps.q_dtype], (None, caps.heads, caps.width), device)
     total = tensors.q.shape[0]
-    _expect("cache_seqlens", tensors.cache_seqlens, torch.int32, (None,), device)
+    checks.expect("cache_seqlens", tensors.cache_seqlens, torch.int32, (None,), device)
     requests = tensors.cache_seqlens.shape[0]
     if not 1 <= requests <= caps.max_requests:
         raise BindError(f"cache_seqlens has {requests} requests, the plan holds 1 to {caps.max_requests}")
-    _expect("kv_cache", tensors.kv_cache, _DTYPES[caps.record], (None, caps.page_size, None), device)
+    checks.expect("kv_cache", tensors.kv_cache, _DTYPES[caps.record], (None, caps.page_size, None), device)
     if tensors.kv_cache.shape[2] < caps.width:
         raise BindError(f"kv_cache.shape[2] is {tensors.kv_cache.shape[2]}, a record has {caps.width} elements")
-    _expect("page_table", tensors.page_table, torch.int32, (requests, None), device)
-    _expect("output", tensors.output, torch.bfloat16, (total, caps.heads, plan.latent), device)
-    _expect("lse", tensors.lse, torch.float32, (total, caps.heads), device)
+    checks.expect("page_table", tensors.page_table, torch.int32, (requests, None), device)
+    checks.expect("output", tensors.output, torch.bfloat16, (total, caps.heads, plan.latent), device)
+    checks.expect("lse", tensors.lse, torch.float32, (total, caps.heads), device)
     if tensors.query_cache_seqlens is not None:
-        _expect("query_cache_seqlens", tensors.query_cache_seqlens, torch.int32, (total,), device)
+        checks.expect("query_cache_seqlens", tensors.query_cache_seqlens, torch.int32, (total,), device)
     if tensors.cu_seqlens_q is not None:
-        _expect("cu_seqlens_q", tensors.cu_seqlens_q, torch.int32, (requests + 1,), device)
+        checks.expect("cu_seqlens_q", tensors.cu_seqlens_q, torch.int32, (requests + 1,), device)
     if plan.scratch_bytes:
         if tensors.scratch is None:
             raise BindError(f"scratch is needed: uint8 of {plan.scratch_bytes} bytes")
-        _expect("scratch", tensors.scratch, torch.uint8, (None,), device)
+        checks.expect("scratch", tensors.scratch, torch.uint8, (None,), device)
         if tensors.scratch.shape[0] < plan.scratch_bytes:
             raise BindError(f"scratch has {tensors.scratch.shape[0]} bytes, the plan needs {plan.scratch_bytes}")
 
