@@ -11,6 +11,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from command_line import Cli
 
 from mlactl.cache import elf
 from mlactl.cache.entry import Status, examine
@@ -23,8 +24,6 @@ WARMUP = ("warmup", "--profile", "ci-small", "--arch", "sm_120a")
 @pytest.fixture(scope="module")
 def warmed(tmp_path_factory):
     """A cache with the objects of factors 0, 1 and 2, to be copied."""
-    from conftest import Cli
-
     cli = Cli(tmp_path_factory.mktemp("warmed"))
     cli.launch = (sys.executable, str(TINY))
     assert cli(*WARMUP).code == 0

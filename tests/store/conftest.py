@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pwd
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -86,8 +85,3 @@ def in_child() -> Callable[..., int]:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
     return run
-
-
-NOBODY = 65534
-ME = f"{pwd.getpwuid(os.geteuid()).pw_name} (uid {os.geteuid()})"
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="drops to another user, which only root can do")

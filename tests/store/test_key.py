@@ -224,6 +224,7 @@ def test_what_is_missing_for_a_compiler_is_named(
 ) -> None:
     _fake_site(tmp_path, *names)
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "cutlass", raising=False)  # an imported one would be found in place of the folder's
     monkeypatch.setattr(toolchains, "_driver_version", lambda: driver)
     found = toolchains._probe.__wrapped__()
     assert isinstance(found, str)
@@ -234,6 +235,7 @@ def test_a_site_with_two_flavours_gives_the_drivers(tmp_path: Path, monkeypatch:
     names = [f"nvidia_cutlass_dsl{part}-4.9.0.dist-info" for part in ("", "_libs_cu12", "_libs_cu13")]
     _fake_site(tmp_path, *names, "apache_tvm_ffi-0.1.15.post2.dist-info", "_cutlass_ir.cu12.x.so", "_cutlass_ir.cu13.x.so", "_cutlass_ir.cu14.pyi")
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "cutlass", raising=False)  # an imported one would be found in place of the folder's
     monkeypatch.setattr(toolchains, "_driver_version", lambda: 12080)
     assert toolchains._probe.__wrapped__() == Toolchain(
         (("nvidia-cutlass-dsl", "4.9.0"), ("nvidia-cutlass-dsl-libs-cu12", "4.9.0"), ("nvidia-cutlass-dsl-libs-cu13", "4.9.0")), "cu12", "0.1"

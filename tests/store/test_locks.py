@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import tiny
-from conftest import NOBODY, as_root
+from users import NOBODY, as_root
 
 from mlactl.cache import locks
 from mlactl.cache.locks import LockBusy, acquire_entry, entry_lock, root_lock

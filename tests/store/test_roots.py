@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import tiny
-from conftest import NOBODY, as_root
+from users import NOBODY, as_root
 
 from mlactl.cache import roots as roots_module
 from mlactl.cache.publish import compile_and_publish, require_writable

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import tiny
-from conftest import ME, NOBODY, as_root
+from users import ME, NOBODY, as_root
 
 from mlactl.cache.load import StoreSource
 from mlactl.cache.publish import compile_and_publish
