@@ -58,6 +58,11 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
     residue: str = ""
 
     @property
+    def root(self) -> Path:
+        """The folder of its layer."""
+        return self.layer.path
+
+    @property
     def object_path(self) -> Path:
         """The linked object, or the temporary."""
         return Path(self.layer.bucket(self.key), self.residue or f"{self.key}.so")
