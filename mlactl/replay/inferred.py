@@ -35,10 +35,10 @@ def inferred_clusters(
     output = next((item for item in wrong.comparisons if item.name == "output" and not item.matches), None)
     if output is None:
         return ()
-    error = judged.double() - reference.double()
+    error = (judged.double() - reference.double()).float()
     worst = error.abs().nan_to_num(posinf=0.0, neginf=0.0).flatten(1).amax(1).argsort(descending=True)[:MAX_ROWS]
     places = [int(place) for place in worst if bool(torch.isfinite(error[place]).all())]
-    found = [item for item in views(capture, [rows[place] for place in places], torch.float64) if item is not None]
+    found = [item for item in views(capture, [rows[place] for place in places], torch.float32) if item is not None]
     if not found:
         return ()
     chosen = list(range(capture.heads)) if heads is None else list(heads)
@@ -73,12 +73,12 @@ def _axis(
     energy: dict[int, float] = {}
     total = sum(float((error**2).sum()) for error in errors)
     for item, error in zip(found, errors, strict=True):
-        groups = group_of(item)
-        weights, output = item.weights[heads], item.output[heads]
-        for group in torch.unique(groups).tolist():
-            keep = groups == group
-            part = weights[:, keep]
-            movement = part @ item.values[keep] - part.sum(1, keepdim=True) * output
+        groups, order = torch.sort(group_of(item), stable=True)
+        names, counts = torch.unique_consecutive(groups, return_counts=True)
+        weights, values, output = item.weights[heads][:, order], item.values[order], item.output[heads]
+        sizes = counts.tolist()
+        for group, part, keys in zip(names.tolist(), weights.split(sizes, 1), values.split(sizes), strict=True):
+            movement = part @ keys - part.sum(1, keepdim=True) * output
             dot[group] = dot.get(group, 0.0) + float((movement * error).sum())
             energy[group] = energy.get(group, 0.0) + float((movement**2).sum())
     scores = {group: abs(dot[group]) / max((energy[group] * total) ** 0.5, 1e-300) for group in dot}
