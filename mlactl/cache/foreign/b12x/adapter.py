@@ -148,7 +148,7 @@ class B12xCache:
             entry=found,
             manifest_path=found.manifest_path,
             manifest=manifests.public(document, show_secrets=show_secrets) if document is not None else None,
-            lines=_lines(found, document, facts),
+            lines=_lines(found, document, facts, show_secrets=show_secrets),
             kernels=kernels,
             symbols=entries.entry_points(facts.symbols) if facts is not None else None,
             signature=None,
@@ -219,8 +219,10 @@ def _kernel_row(kernel: elf.KernelResources, smem: dict[str, int]) -> KernelRow:
     return KernelRow(kernel.name, kernel.registers, kernel.frame_bytes, kernel.local_bytes, kernel.static_smem_bytes, dynamic)
 
 
-def _lines(entry: Entry, document: manifests.Document | None, facts: elf.ForeignIdentity | None) -> tuple[tuple[str, str], ...]:
-    """What a person wants of the manifest, in a line each; no environment values."""
+def _lines(
+    entry: Entry, document: manifests.Document | None, facts: elf.ForeignIdentity | None, *, show_secrets: bool
+) -> tuple[tuple[str, str], ...]:
+    """What a person wants of the manifest, in a line each; environment values only with `show_secrets`."""
     found: list[tuple[str, str]] = []
     if entry.manifest is not None:
         found += [("format", f"{entry.manifest.cache_format}, {entry.manifest.schema}"), ("object", f"sha256 {entry.manifest.object_sha256}")]
@@ -230,9 +232,9 @@ def _lines(entry: Entry, document: manifests.Document | None, facts: elf.Foreign
     if payload is not None:
         flat = why.flat(payload)
         tools = ", ".join(f"{name.removeprefix('toolchain.')} {value}" for name, value in flat.items() if name.startswith("toolchain.") and value)
-        variables = [name for name, value in payloads.environment(payload) if value]
+        variables = [f"{name}={value}" if show_secrets else name for name, value in payloads.environment(payload) if value]
         found += [("target", str(flat["target"])), ("package", str(flat["fingerprint"])), ("toolchain", tools or "not recorded")]
-        found += [("options", " ".join(map(str, flat["options"] or ())) or "none"), ("environment", f"{', '.join(variables) or 'nothing'} set")]
+        found += [("options", " ".join(map(str, flat["options"] or ())) or "none"), ("environment", ", ".join(variables) or "nothing set")]
     if facts is not None:
         found.append(("host", facts.host))
     found.append(("written", listing.iso_time(entry.written) or "-"))

@@ -187,7 +187,7 @@ def _live(root: Path, key: str, suffixes: set[str], *, uses: bool) -> Entry | No
         except FileNotFoundError:
             suffixes = suffixes - {"json"}
         except OSError as error:
-            status, detail = Status.BAD_MANIFEST, error.strerror or str(error)
+            status, detail = Status.BAD_MANIFEST, _why(error)
     if "json" not in suffixes:
         if size is None and not os.path.lexists(f"{base}.o"):
             return None
@@ -274,6 +274,12 @@ def _read(path: str, limit: int) -> tuple[bytes, float]:
         return os.read(fd, info.st_size + 1), info.st_mtime
     finally:
         os.close(fd)
+
+
+def _why(error: OSError) -> str:
+    if error.errno == errno.ELOOP:
+        return f"{not_regular(stat.S_IFLNK)}, which is never followed"
+    return error.strerror or str(error)
 
 
 def read_object(entry: Entry) -> bytes:

@@ -47,7 +47,7 @@ def explain(entry: Entry, everything: Iterable[Entry], *, show_secrets: bool = F
     """Explains an entry beside the others of its root; damage is a note, never an exception."""
     document, problem = _document(entry)
     if entry.manifest is None or document is None or document.payload is None:
-        return Explanation(entry, (), None, "", (), (problem or entry.detail or "its payload cannot be read",))
+        return Explanation(entry, (), None, "", (), (entry.detail or problem or "its payload cannot be read",))
     fields = flat(document.payload)
     built = tuple((name, _shown(name, value, show_secrets)) for name, value in fields.items())
     related = sorted((other for other in everything if _comparable(entry, other)), key=lambda other: _kinship(entry, other))

@@ -1,0 +1,18 @@
+"""Roots of b12x's format."""
+
+import pytest
+from b12x_files import Root
+
+from mlactl.cache.foreign.b12x.adapter import B12xCache
+
+
+@pytest.fixture
+def root(tmp_path):
+    folder = tmp_path / "b12x"
+    folder.mkdir()
+    return Root(folder)
+
+
+@pytest.fixture
+def cache(root):
+    return B12xCache(root.path)
