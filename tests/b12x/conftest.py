@@ -1,9 +1,14 @@
 """Roots of b12x's format."""
 
+import sys
+from pathlib import Path
+
 import pytest
 from b12x_files import Root
 
 from mlactl.cache.foreign.b12x.adapter import B12xCache
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "store"))  # which user runs the tests
 
 
 @pytest.fixture

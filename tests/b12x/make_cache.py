@@ -2,7 +2,7 @@
 
     python make_cache.py ROOT
 
-Prints {"keys": […], "stray": […]} once ROOT is filled: the keys of a dense forward and merge, and of the merge compiled once
+Prints {"keys": […], "stray": […], "variable": [name, value]} once ROOT is filled: the keys of a dense forward and merge, and of the merge compiled once
 more with a variable set that b12x counts as a compile setting. Then, for every line {"root": …, "keys": […]} on standard
 input, prints {key: what loading it gave}: "loaded", or "miss".
 """
@@ -20,7 +20,7 @@ import torch
 import torch._dynamo
 
 STUBS = Path(__file__).resolve().parent / "stubs"
-STRAY = {"B12X_STRAY_SETTING": "hunter2-is-no-setting"}
+STRAY = ("B12X_STRAY_SETTING", "hunter2-is-no-setting")
 SETTINGS = {"CUDA_VISIBLE_DEVICES": "", "B12X_COMPILE_MEMORY_CACHE": "0"}
 
 
@@ -88,10 +88,11 @@ def main():
     describe_target()
     compile_dense()
     keys = keys_in(root)
-    os.environ.update(STRAY)
+    os.environ.update([STRAY])
     forget_merge_and_settings()
     compile_dense()
-    print(json.dumps({"keys": keys, "stray": sorted(set(keys_in(root)) - set(keys))}), file=answers, flush=True)
+    made = {"keys": keys, "stray": sorted(set(keys_in(root)) - set(keys)), "variable": STRAY}
+    print(json.dumps(made), file=answers, flush=True)
     from cutlass.runtime import find_runtime_libraries
 
     held = [ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL) for path in find_runtime_libraries(enable_tvm_ffi=False)]

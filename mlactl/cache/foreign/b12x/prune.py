@@ -136,7 +136,7 @@ def _guarded(root: Path, chosen: list[tuple[Entry, str]], *, include_prepared: b
             picked.append((entry, f"{reason}, named by {by}" if by is not None else reason))
     going = sum("named by preparation/" in reason for _, reason in picked)
     if going:
-        on_problem(f"{going} of the entries to remove are named by tuning selections in {root}/preparation: b12x compiles them again when it starts")
+        on_problem(f"named by tuning selections in {root}/preparation: {going} of {len(picked)} to remove; b12x compiles what it needs of them again")
     return Chosen(picked, kept)
 
 
