@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlactl.cache import listing, roots
 from mlactl.cache.adapter import CacheEntry, Description, RootKind
 from mlactl.cache.entry import Entry, examine, read_object
-from mlactl.cache.removal import PrunePlan
-from mlactl.cache.selectors import Selectors
 from mlactl.cache.store import Store
 from mlactl.errors import UsageError
 from mlactl.kernels.spec import CompileSpec
+
+if TYPE_CHECKING:
+    from mlactl.cache.removal import PrunePlan
+    from mlactl.cache.selectors import Selectors
 
 
 class OwnCache:

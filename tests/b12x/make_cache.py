@@ -2,9 +2,9 @@
 
     python make_cache.py ROOT
 
-Prints {"keys": […], "stray": […], "variable": [name, value]} once ROOT is filled: the keys of a dense forward and merge, and of the merge compiled once
-more with a variable set that b12x counts as a compile setting. Then, for every line {"root": …, "keys": […]} on standard
-input, prints {key: what loading it gave}: "loaded", or "miss".
+Prints {"keys": […], "stray": […], "variable": [name, value]} once ROOT is filled: the keys of a dense forward and merge, and
+of the merge compiled once more with a variable set that b12x counts as a compile setting. Then, for every line
+{"root": …, "keys": […]} on standard input, prints {key: what loading it gave}: "loaded", or "miss".
 """
 
 import ctypes

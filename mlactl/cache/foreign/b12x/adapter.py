@@ -231,7 +231,8 @@ def _lines(
     payload = document.payload if document is not None else None
     if payload is not None:
         flat = why.flat(payload)
-        tools = ", ".join(f"{name.removeprefix('toolchain.')} {value}" for name, value in flat.items() if name.startswith("toolchain.") and value)
+        versions = {name.removeprefix("toolchain."): value for name, value in flat.items() if name.startswith("toolchain.")}
+        tools = ", ".join(f"{name} {value}" for name, value in versions.items() if isinstance(value, str) and value)
         variables = [f"{name}={value}" if show_secrets else name for name, value in payloads.environment(payload) if value]
         found += [("target", str(flat["target"])), ("package", str(flat["fingerprint"])), ("toolchain", tools or "not recorded")]
         found += [("options", " ".join(map(str, flat["options"] or ())) or "none"), ("environment", ", ".join(variables) or "nothing set")]

@@ -113,7 +113,7 @@ def flat(payload: Payload) -> dict[str, Any]:
             found |= _fact(f"facts.{name}", value)
     found["fingerprint"] = fields["fingerprint"]
     for name, value in payloads.pairs(fields.get("toolchain")):
-        found[f"toolchain.{name}"] = _plain(value)
+        found[f"toolchain.{name}"] = _version(value)
     found |= _device(fields.get("device"))
     for name in ("args", "kwargs", "kwargs_key", "kwargs_json"):
         if fields.get(name):
@@ -128,11 +128,21 @@ def _fact(name: str, value: Any) -> dict[str, Any]:
     match value:
         case ["tensor", _, dtype, rank, [*dims], [*strides], [kind, ordinal], *rest]:
             parts = {"dtype": dtype, "rank": rank, "device": kind, "ordinal": ordinal}
-            parts |= {f"dim{place}": _plain(part) for place, part in enumerate(dims)}
-            parts |= {f"stride{place}": _plain(part) for place, part in enumerate(strides)}
+            parts |= {f"dim{place}": _extent(part) for place, part in enumerate(dims)}
+            parts |= {f"stride{place}": _extent(part) for place, part in enumerate(strides)}
             parts |= dict(zip(("align", "layout"), map(_plain, rest), strict=False))
             return {f"{name}.{part}": found for part, found in parts.items()}
     return {name: _plain(value)}
+
+
+def _extent(value: Any) -> Any:
+    """`exact 96`, `bucket 2048` or `dynamic` for ["dim", kind, value]; older strides are plain numbers."""
+    match value:
+        case ["dim", str(kind), None]:
+            return kind
+        case ["dim", str(kind), size]:
+            return f"{kind} {size}"
+    return _plain(value)
 
 
 def _device(value: Any) -> dict[str, Any]:
@@ -147,6 +157,14 @@ def _device(value: Any) -> dict[str, Any]:
         case ("device_uuid", uuid):
             return {"device.uuid": uuid}
     return {"device": "unavailable"}
+
+
+def _version(value: Any) -> Any:
+    """A version as people write it: Python's is recorded as (implementation, (3, 12, 3))."""
+    match value:
+        case [str(implementation), [*numbers]] if all(type(number) is int for number in numbers):
+            return f"{implementation} {'.'.join(map(str, numbers))}"
+    return _plain(value)
 
 
 def _plain(value: Any) -> Any:
