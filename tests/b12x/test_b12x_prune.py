@@ -201,6 +201,22 @@ def test_what_stands_for_a_lock_file_is_never_opened(cache, root, thing, tmp_pat
     assert root.file(key, "o").exists()
 
 
+def test_a_lock_that_somebody_replaced_is_no_lock(cache, root, monkeypatch):
+    """Whoever waits for the unlinked file and whoever opens the new one would both hold "the" lock."""
+    key, flock = root.add(), fcntl.flock
+
+    def replaced(file, operation):
+        flock(file, operation)
+        if operation & fcntl.LOCK_EX:
+            root.file(key, "lock").rename(root.path / "old")
+            root.file(key, "lock").touch()
+
+    plan = cache.plan_entries([cache.entry(key)])
+    monkeypatch.setattr(fcntl, "flock", replaced)
+    assert [outcome.reason for outcome in apply(plan).skipped] == [f"{root.file(key, 'lock')} was replaced by another file"]
+    assert root.file(key, "o").exists()
+
+
 def test_what_changed_since_the_plan_stays(cache, root, filled):
     plan = cache.plan(Selectors(kernels=(DECODE,)))
     made = Made(kernel=DECODE, version=17)

@@ -87,13 +87,12 @@ class B12xCache:
         if found.manifest is None:
             return None
         try:
-            document = entries.read_document(found)
+            maker = entries.read_maker(found)
         except (OSError, Rejected):
             return None
-        fields = document.payload.fields if document.payload is not None else {}
-        tools = dict(payloads.pairs(fields.get("toolchain")))
+        tools = dict(payloads.pairs(maker.toolchain))
         versions = [f"{name} {tools[name]}" for name in ("cutlass_dsl", "torch", "torch_cuda") if tools.get(name)]
-        return ", ".join([f"package {str(fields.get('fingerprint', ''))[:12]}", *versions])
+        return ", ".join([f"package {maker.package_fingerprint[:12]}", *versions])
 
     # ---- looking closely
 

@@ -305,6 +305,11 @@ def read_document(entry: Entry) -> Document:
     return manifests.read_document(_read(str(entry.manifest_path), manifests.MAX_BYTES)[0])
 
 
+def read_maker(entry: Entry) -> manifests.Maker:
+    """What a manifest says of the package and the tools that wrote it; raises OSError and Rejected."""
+    return manifests.maker(_read(str(entry.manifest_path), manifests.MAX_BYTES)[0])
+
+
 def examine(entry: Entry, *, digests_only: bool = False) -> Entry:
     """The entry with the status of a full check: payload, size, digest and (unless `digests_only`) symbols and arch of the ELF.
 

@@ -197,6 +197,24 @@ def _unknown(field: str, value: str) -> str:
     return f"unknown {field} {value[:80]!r}"
 
 
+class Maker(msgspec.Struct, frozen=True, gc=False):
+    """What a manifest says of the package and the tools that wrote it."""
+
+    package_fingerprint: str = ""
+    toolchain: list[Any] = []
+
+
+_maker_decoder = msgspec.json.Decoder(Maker)
+
+
+def maker(data: bytes) -> Maker:
+    """Who wrote a manifest, for statistics: two fields of it, not held against its payload. Raises Rejected."""
+    try:
+        return _maker_decoder.decode(data)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        raise Rejected(Status.BAD_MANIFEST, "package_fingerprint or toolchain is of another type") from None
+
+
 # ---- the whole of one
 
 

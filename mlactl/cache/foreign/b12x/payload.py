@@ -112,12 +112,13 @@ def from_json(values: Sequence[Any]) -> Payload:
 
 
 # What `repr` writes for tuples, lists, dicts, strings, bytes, numbers, True, False and None. Nothing else is given to the
-# parser: it recurses over operators and brackets, and a text made for it could end the process.
+# parser: it recurses over operators and brackets, and a text made for it could end the process. Possessive repeats, so that
+# a string without an end costs one pass and no more.
 _TOKEN = re.compile(
     r"""\s*(?:
       (?P<open>[(\[{]) | (?P<close>[)\]}]) | [,:] | True\b | False\b | None\b
-    | b?'(?:[^'\\\n]|\\[\\'"nrtabfv0]|\\x[0-9a-f]{2}|\\u[0-9a-f]{4}|\\U000[0-9a-f]{5}|\\U0010[0-9a-f]{4})*'
-    | b?"(?:[^"\\\n]|\\[\\'"nrtabfv0]|\\x[0-9a-f]{2}|\\u[0-9a-f]{4}|\\U000[0-9a-f]{5}|\\U0010[0-9a-f]{4})*"
+    | b?'(?:[^'\\\n]++|\\[\\'"nrtabfv0]|\\x[0-9a-f]{2}|\\u[0-9a-f]{4}|\\U000[0-9a-f]{5}|\\U0010[0-9a-f]{4})*+'
+    | b?"(?:[^"\\\n]++|\\[\\'"nrtabfv0]|\\x[0-9a-f]{2}|\\u[0-9a-f]{4}|\\U000[0-9a-f]{5}|\\U0010[0-9a-f]{4})*+"
     | -?[0-9]{1,40}(?:\.[0-9]{1,40})?(?:e[+-]?[0-9]{1,4})?(?![\w.])
     )""",
     re.VERBOSE,

@@ -208,9 +208,22 @@ def key_lock(root: Path, folder: int, key: str) -> Iterator[None]:
             pids = locks.lockers(fd)
             who = f"process {pids[0]}" if pids else "another process"
             raise locks.LockBusy(path, None, f"{path} is held by {who}: b12x is compiling it", "run it again when b12x is done") from None
+        if not _names(folder, name, fd):
+            raise locks.LockBusy(
+                path, None, f"{path} was replaced by another file", "b12x removes no lock files: find out who does, then run it again"
+            )
         yield
     finally:
         os.close(fd)
+
+
+def _names(folder: int, name: str, fd: int) -> bool:
+    """Whether a name still means the open file: who locks a file that was unlinked meanwhile keeps nobody away."""
+    try:
+        found = os.stat(name, dir_fd=folder, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return os.path.samestat(found, os.fstat(fd))
 
 
 def _open_lock(folder: int, name: str, path: str) -> int:
