@@ -7,9 +7,15 @@ same fields, so that filters, selectors, listings and the audit are written once
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from mlactl.cache.removal import PrunePlan
+    from mlactl.cache.selectors import Selectors
+    from mlactl.kernels.spec import CompileSpec
 
 
 class RootKind(StrEnum):
@@ -28,7 +34,7 @@ class SpecView(Protocol):
 
     @property
     def version(self) -> int:
-        """Spec version."""
+        """Spec version; -1 where the format numbers none."""
 
     @property
     def facts(self) -> tuple[tuple[str, Any], ...]:
@@ -98,6 +104,37 @@ class CacheEntry(Protocol):
         """The compiled object."""
 
 
+@dataclass(frozen=True, slots=True)
+class KernelRow:
+    """Resources of one device kernel: from the cubin, with the dynamic shared memory that the manifest records."""
+
+    name: str
+    registers: int
+    frame_bytes: int
+    local_bytes: int
+    static_smem_bytes: int
+    dynamic_smem_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """An entry with the status of a full check: its manifest beside what its object says of itself.
+
+    `lines` are (label, text) of what only this format records; `manifest` is the document to show as JSON. `symbols`,
+    `signature` and `object_arch` are None, and `problem` says why, where the object cannot be read or has no such thing.
+    """
+
+    entry: CacheEntry
+    manifest_path: Path | None
+    manifest: dict[str, Any] | None
+    lines: tuple[tuple[str, str], ...]
+    kernels: tuple[KernelRow, ...]
+    symbols: tuple[str, ...] | None
+    signature: str | None
+    object_arch: str | None
+    problem: str
+
+
 class CacheAdapter(Protocol):
     """One or more roots of one kind. Nothing here imports torch or the compiler."""
 
@@ -109,6 +146,14 @@ class CacheAdapter(Protocol):
     def paths(self) -> tuple[Path, ...]:
         """Roots in the order they are searched."""
 
+    @property
+    def writable(self) -> Path | None:
+        """The root that removal works on; None when all are read-only layers."""
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What a person should know about these roots before relying on them; one line each."""
+
     def entries(self, *, on_problem: Callable[[str], None] | None = None) -> Sequence[CacheEntry]:
         """Every entry and temporary, by names, sizes and manifests; what is passed over is told to `on_problem`. Raises CannotRun."""
 
@@ -118,8 +163,37 @@ class CacheAdapter(Protocol):
     def examine(self, entry: CacheEntry, *, digests_only: bool = False) -> CacheEntry:
         """The entry with the status of a full check of its object."""
 
+    def verify(
+        self, entries: Iterable[CacheEntry], *, digests_only: bool = False, on_done: Callable[[int], None] = lambda _steps: None
+    ) -> Sequence[CacheEntry]:
+        """`examine` of each, in order; what is being replaced or removed at this moment is not called damaged. Raises Interrupted on Ctrl-C."""
+
     def read_object(self, entry: CacheEntry) -> bytes:
         """The object's bytes, read without following links; raises OSError."""
+
+    def row(self, entry: CacheEntry) -> dict[str, Any]:
+        """One row of `cache ls --json`; what the format does not record is null."""
+
+    def made_by(self, entry: CacheEntry) -> str | None:
+        """The toolchain that made an entry, for statistics; None where no manifest tells."""
+
+    def describe(self, entry: CacheEntry, *, show_secrets: bool = False) -> Description:
+        """An entry in full; damage ends up in its status and `problem`. Recorded environment values only with `show_secrets`."""
+
+    def plan(
+        self,
+        selectors: Selectors,
+        *,
+        keep: Iterable[CompileSpec] = (),
+        include_prepared: bool = False,
+        on_problem: Callable[[str], None] | None = None,
+    ) -> PrunePlan:
+        """What `cache prune` removes; `removal.apply` carries it out. Raises CannotRun, EnvironmentUnfit and UsageError."""
+
+    def plan_entries(
+        self, entries: Iterable[CacheEntry], *, include_prepared: bool = False, on_problem: Callable[[str], None] | None = None
+    ) -> PrunePlan:
+        """What `cache rm` removes: these entries of the writable root. Raises CannotRun."""
 
     def set_aside(self, entries: Iterable[CacheEntry]) -> Sequence[str]:
         """Quarantines entries so that the tool whose cache it is no longer loads them; returns the keys that now are. Raises CannotRun."""

@@ -128,10 +128,7 @@ def identify(data: bytes | memoryview) -> ObjectIdentity:
     if len(data) > MAX_OBJECT_BYTES:
         raise BadElf(f"{len(data)} bytes, more than the {MAX_OBJECT_BYTES} an object can have")
     data = bytes(data)
-    host = _read_elf(data, 0, "object")
-    machine = HOST_MACHINES.get(host.machine)
-    if machine is None or host.kind not in (ET_REL, ET_DYN):
-        raise BadElf(f"an ELF of machine {host.machine} and type {host.kind}, expected an x86-64 or AArch64 object")
+    host, machine = _host(data)
     symbols = _exported(data, host)
     if not symbols:
         raise BadElf("exports no TVM-FFI function", "symbol")
@@ -139,6 +136,33 @@ def identify(data: bytes | memoryview) -> ObjectIdentity:
     at, cubin = _only_cubin(data)
     view = memoryview(data)[at : at + cubin.size]
     return ObjectIdentity(symbols, signature, _arch(view, cubin), machine, view)
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignIdentity:
+    """What an object of another tool says of itself: every global symbol it defines, its arch, its host and its device ELFs."""
+
+    symbols: tuple[str, ...]
+    arch: str
+    host: str
+    cubins: tuple[memoryview, ...]
+
+
+def identify_foreign(data: bytes | memoryview) -> ForeignIdentity:
+    """As `identify`, for objects of any calling convention: several device ELFs are fine as long as they are for one arch. Raises BadElf."""
+    if len(data) > MAX_OBJECT_BYTES:
+        raise BadElf(f"{len(data)} bytes, more than the {MAX_OBJECT_BYTES} an object can have")
+    data = bytes(data)
+    host, machine = _host(data)
+    found = _cubins(data)
+    if not found:
+        raise BadElf("no device ELF inside", "cubin")
+    views = tuple(memoryview(data)[at : at + cubin.size] for at, cubin in found)
+    arches = sorted({_arch(view, cubin) for view, (_, cubin) in zip(views, found, strict=True)})
+    if len(arches) > 1:
+        raise BadElf(f"device ELFs for {', '.join(arches)}, expected one arch", "cubin")
+    names = [name for name in _defined(data, host) if name]
+    return ForeignIdentity(tuple(sorted(_text(name, "symbol") for name in names)), arches[0], machine, views)
 
 
 # ---- ELF
@@ -170,13 +194,33 @@ def _read_elf(data: bytes, at: int, part: str) -> _Elf:
     return _Elf(kind, machine, flags, ident[8], sections, data[at + names.offset : at + names.offset + names.size], end)
 
 
+def _host(data: bytes) -> tuple[_Elf, str]:
+    """The object's own ELF and the host it is for."""
+    host = _read_elf(data, 0, "object")
+    machine = HOST_MACHINES.get(host.machine)
+    if machine is None or host.kind not in (ET_REL, ET_DYN):
+        raise BadElf(f"an ELF of machine {host.machine} and type {host.kind}, expected an x86-64 or AArch64 object")
+    return host, machine
+
+
 def _string(table: bytes, at: int) -> bytes:
     end = table.find(b"\0", at, at + MAX_NAME_BYTES)
     return table[at:end] if 0 <= at <= end else b""
 
 
 def _exported(data: bytes, host: _Elf) -> tuple[str, ...]:
-    """Defined TVM-FFI functions, by name; a linked object has them in .dynsym, a relocatable one in .symtab."""
+    """Defined TVM-FFI functions, by name."""
+    found = []
+    for name in _defined(data, host, FUNCTION_PREFIX):
+        # A second underscore marks the calling convention's own symbols.
+        name = name[len(FUNCTION_PREFIX) :]
+        if name and not name.startswith(b"_"):
+            found.append(_text(name, "symbol"))
+    return tuple(sorted(found))
+
+
+def _defined(data: bytes, host: _Elf, prefix: bytes = b"") -> list[bytes]:
+    """Names of defined symbols that start so and are bound GLOBAL or WEAK: in .dynsym of a linked object, in .symtab of a relocatable one."""
     kind = SHT_DYNSYM if host.kind == ET_DYN else SHT_SYMTAB
     table = next((section for section in host.sections if section.kind == kind), None)
     if table is None or table.size % _SYMBOL.size or table.link >= len(host.sections) or host.sections[table.link].kind != SHT_STRTAB:
@@ -185,12 +229,9 @@ def _exported(data: bytes, host: _Elf) -> tuple[str, ...]:
     names = data[strings.offset : strings.offset + strings.size]
     found = []
     for name_at, info, _, section, _, _ in _SYMBOL.iter_unpack(memoryview(data)[table.offset : table.offset + table.size]):
-        # Defined, and bound GLOBAL or WEAK; a second underscore marks the calling convention's own symbols.
-        if section and info >> 4 and names.startswith(FUNCTION_PREFIX, name_at):
-            name = _string(names, name_at)[len(FUNCTION_PREFIX) :]
-            if name and not name.startswith(b"_"):
-                found.append(_text(name, "symbol"))
-    return tuple(sorted(found))
+        if section and info >> 4 and names.startswith(prefix, name_at):
+            found.append(_string(names, name_at))
+    return found
 
 
 def _text(raw: bytes, part: str) -> str:
@@ -227,6 +268,14 @@ def _signature(data: bytes) -> str:
 
 def _only_cubin(data: bytes) -> tuple[int, _Elf]:
     """Offset and tables of the device ELF; several of them are refused, since a launch could pick any."""
+    found = _cubins(data)
+    if len(found) != 1:
+        raise BadElf(f"{len(found) or 'no'} device ELF{'s' if found else ''} inside, expected one", "cubin")
+    return found[0]
+
+
+def _cubins(data: bytes) -> list[tuple[int, _Elf]]:
+    """Offset and tables of every device ELF."""
     found: list[tuple[int, _Elf]] = []
     at = data.find(ELF_MAGIC, _HEADER.size)
     while at >= 0:
@@ -237,9 +286,7 @@ def _only_cubin(data: bytes) -> tuple[int, _Elf]:
             raise BadElf(f"its device code is an ELF of machine {elf.machine}, expected {EM_CUDA}", "cubin")
         found.append((at, elf))
         at = data.find(ELF_MAGIC, at + elf.size)
-    if len(found) != 1:
-        raise BadElf(f"{len(found) or 'no'} device ELF{'s' if found else ''} inside, expected one", "cubin")
-    return found[0]
+    return found
 
 
 def _arch(cubin: memoryview, elf: _Elf) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from mlactl.cache import locks, trust
-from mlactl.cache.manifest import MAX_BYTES, BadManifest, Manifest, parse
+from mlactl.cache.manifest import MAX_BYTES, MAX_OBJECT_BYTES, BadManifest, Manifest, parse
 from mlactl.cache.roots import Layer
 from mlactl.kernels.errors import BadObject
 
@@ -24,7 +24,7 @@ _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # NONB
 
 
 class Status(StrEnum):
-    """State of an entry, in the words every listing uses; anything but `ok` is a miss at load."""
+    """State of an entry, in the words every listing uses; anything but `ok` is a miss at load. `key` and `schema` are of foreign roots."""
 
     OK = "ok"
     NO_MANIFEST = "no-manifest"
@@ -39,6 +39,8 @@ class Status(StrEnum):
     LOCKED = "locked"
     QUARANTINED = "quarantined"
     UNTRUSTED = "untrusted"
+    KEY = "key"
+    SCHEMA = "schema"
 
 
 class Entry(msgspec.Struct, frozen=True, gc=False):
@@ -223,6 +225,11 @@ def read_checked(entry: Entry) -> tuple[Manifest, bytes]:
     if status is not Status.OK:
         raise RejectedObject(_restate(fresh, status, detail))
     return manifest, data
+
+
+def read_object(entry: Entry) -> bytes:
+    """The object's bytes as they are, nothing checked; raises OSError, also for what is no regular file."""
+    return _read_file(str(entry.object_path), MAX_OBJECT_BYTES)[0]
 
 
 def _restate(entry: Entry, status: Status, detail: str) -> Entry:

@@ -275,7 +275,7 @@ def _read_holder(fd: int) -> Holder | None:
 
 
 def _busy(path: str, fd: int, wait_s: float) -> LockBusy:
-    pids = _lockers(fd)
+    pids = lockers(fd)
     if _try(fd, fcntl.LOCK_SH, release=True):
         who = f"process{'es' if len(pids) > 1 else ''} {', '.join(map(str, pids))}" if pids else "another process"
         return LockBusy(path, None, f"{path} is in use by {who}", "it stays in use until that process ends; stop it or leave the entry as it is")
@@ -290,7 +290,7 @@ def _busy(path: str, fd: int, wait_s: float) -> LockBusy:
     return LockBusy(path, holder, f"{path} is still held by {who}{waited}", "wait for it to finish, or end it; its lock goes with it")
 
 
-def _lockers(fd: int) -> list[int]:
+def lockers(fd: int) -> list[int]:
     """Processes that hold a flock lock on the file, as far as this PID namespace shows them."""
     inode = str(os.fstat(fd).st_ino)
     try:

@@ -132,20 +132,38 @@ def _closed_above(path: Path) -> Path | None:
 
 def filesystem(path: Path, mountinfo: Path = Path("/proc/self/mountinfo")) -> str:
     """Filesystem type that `path` is (or would be) on; empty when the kernel does not say."""
+    found = _mount(path, mountinfo)
+    return found[0] if found is not None else ""
+
+
+def _mount(path: Path, mountinfo: Path) -> tuple[str, str] | None:
+    """(filesystem type, options) of the mount that `path` is or would be on; None when the kernel does not say."""
     real = os.path.realpath(path)
-    best, kind = "", ""
+    best, found = "", None
     try:
         lines = mountinfo.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:
-        return ""
+        return None
     for line in lines:
         before, _, after = line.partition(" - ")
         fields = before.split(" ")
-        if len(fields) < 5 or not after:
+        if len(fields) < 6 or not after:
             continue
         mount = fields[4].replace("\\040", " ").replace("\\011", "\t").replace("\\012", "\n").replace("\\134", "\\")
         inside = real == mount or real.startswith(mount.rstrip("/") + "/")
         # `>=`: of two mounts on one folder the later one is what is seen.
         if inside and len(mount) >= len(best):
-            best, kind = mount, after.split(" ")[0]
-    return kind
+            best, found = mount, (after.split(" ")[0], fields[5])
+    return found
+
+
+_KEEP_ACCESS_TIMES = {"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "zfs", "tmpfs"}
+
+
+def keeps_access_times(path: Path, mountinfo: Path = Path("/proc/self/mountinfo")) -> bool:
+    """Whether files below `path` tell when they were last read, to the day: a local filesystem that is not mounted noatime.
+
+    Network filesystems and overlays answer with times of another layer or of a cache, which would call used files unused.
+    """
+    found = _mount(path, mountinfo)
+    return found is not None and found[0] in _KEEP_ACCESS_TIMES and "noatime" not in found[1].split(",")

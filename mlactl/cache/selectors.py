@@ -13,10 +13,9 @@ from mlactl.errors import UsageError
 from mlactl.kernels import registry
 
 if TYPE_CHECKING:
-    from mlactl.cache.store import Entry
-    from mlactl.kernels.spec import CompileSpec
+    from mlactl.cache.adapter import CacheEntry, SpecView
 
-Judge = Callable[["Entry"], str | None]
+Judge = Callable[["CacheEntry"], str | None]
 """Why an entry is selected, in a few words; None when it is not."""
 
 _COMPARE: dict[str, Callable[[int, int], bool]] = {
@@ -42,9 +41,9 @@ class SpecRange:
     comparison: str
     version: int
 
-    def matches(self, spec: CompileSpec) -> bool:
-        """Whether a spec is in the range."""
-        return kernel_matches(spec.kernel_id, self.kernel) and _COMPARE[self.comparison](spec.version, self.version)
+    def matches(self, spec: SpecView) -> bool:
+        """Whether a spec is in the range; one without a version is in none."""
+        return spec.version >= 0 and kernel_matches(spec.kernel_id, self.kernel) and _COMPARE[self.comparison](spec.version, self.version)
 
     def __str__(self) -> str:
         return f"{self.kernel}{self.comparison}{self.version}"
@@ -81,7 +80,8 @@ class Selectors:
     """What to select: different kinds AND, values of one kind OR; with none of them the superseded versions.
 
     `max_bytes` comes last: of what the others select, least recently used first, until the root is small enough.
-    `locks` selects lock files that nobody holds, and no entries.
+    `locks` selects lock files that nobody holds, and no entries. `judges` are further selectors, each as it would be
+    typed and with what tells why it selects an entry.
     """
 
     specs: tuple[SpecRange, ...] = ()
@@ -93,13 +93,13 @@ class Selectors:
     unused_for_s: int | None = None
     max_bytes: int | None = None
     locks: bool = False
+    judges: tuple[tuple[str, Judge], ...] = ()
 
     @property
     def narrowed(self) -> bool:
         """Whether anything but `max_bytes` and `locks` was asked for."""
-        return bool(
-            self.specs or self.kernels or self.arches or self.statuses or self.stale or self.older_than_s is not None or self.unused_for_s is not None
-        )
+        by_name = self.specs or self.kernels or self.arches or self.statuses or self.judges
+        return bool(by_name or self.stale or self.older_than_s is not None or self.unused_for_s is not None)
 
     @property
     def selects_entries(self) -> bool:
@@ -115,6 +115,7 @@ class Selectors:
         words += ["--stale"] * self.stale
         words += [f"--older-than {self.older_than_s}s"] * (self.older_than_s is not None)
         words += [f"--unused-for {self.unused_for_s}s"] * (self.unused_for_s is not None)
+        words += [text for text, _ in self.judges]
         words += [f"--max-size {self.max_bytes}B"] * (self.max_bytes is not None)
         words += ["--locks"] * self.locks
         return tuple(words) or ("superseded",)
@@ -138,8 +139,9 @@ class Selectors:
             tests.append(_unused(now, self.unused_for_s))
         if self.stale:
             tests.append(stale_reason)
+        tests += [test for _, test in self.judges]
 
-        def all_of(entry: Entry) -> str | None:
+        def all_of(entry: CacheEntry) -> str | None:
             reasons = []
             for test in tests:
                 reason = test(entry)
@@ -150,14 +152,14 @@ class Selectors:
 
         return all_of
 
-    def _in_range(self, entry: Entry) -> str | None:
+    def _in_range(self, entry: CacheEntry) -> str | None:
         if entry.manifest is not None:
             for spec in self.specs:
                 if spec.matches(entry.manifest.spec):
                     return f"matches {spec}"
         return None
 
-    def _of_kernel(self, entry: Entry) -> str | None:
+    def _of_kernel(self, entry: CacheEntry) -> str | None:
         if entry.manifest is not None:
             for name in self.kernels:
                 if kernel_matches(entry.manifest.spec.kernel_id, name):
@@ -165,7 +167,7 @@ class Selectors:
         return None
 
 
-def _over_size(_entry: Entry) -> str | None:
+def _over_size(_entry: CacheEntry) -> str | None:
     return "over --max-size"
 
 
@@ -174,7 +176,7 @@ def _older(limit: float) -> Judge:
     # Manifests spell times in one way, so that they compare as text.
     limit_text = iso_time(max(0.0, limit)) or ""
 
-    def test(entry: Entry) -> str | None:
+    def test(entry: CacheEntry) -> str | None:
         if entry.manifest is not None:
             return f"made {entry.manifest.created[:10]}" if entry.manifest.created < limit_text else None
         return f"made {iso_time(entry.last_used)}" if entry.last_used is not None and entry.last_used < limit else None
@@ -185,7 +187,7 @@ def _older(limit: float) -> Judge:
 def _unused(now: float, seconds: int) -> Judge:
     """Not used for so long; an unknown last use is never selected."""
 
-    def test(entry: Entry) -> str | None:
+    def test(entry: CacheEntry) -> str | None:
         if entry.last_used is None or now - entry.last_used <= seconds:
             return None
         return f"unused for {age_words(now - entry.last_used)}"
@@ -193,7 +195,7 @@ def _unused(now: float, seconds: int) -> Judge:
     return test
 
 
-def superseded(entry: Entry) -> str | None:
+def superseded(entry: CacheEntry) -> str | None:
     """Why an entry's version is out of date: the registry declares a higher one; None when it is not."""
     if entry.manifest is None:
         return None

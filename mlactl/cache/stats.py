@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlactl.cache.store import Entry, Status, Store
+from mlactl.cache.adapter import CacheAdapter, CacheEntry, RootKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +16,7 @@ class Group:
     kernel_id: str | None
     version: int | None
     arch: str | None
-    status: Status
+    status: str
     entries: int
     object_bytes: int
 
@@ -39,34 +39,45 @@ class LayerStats:
 class Stats:
     """Every layer, in the order they are searched."""
 
+    root_kind: RootKind
     layers: tuple[LayerStats, ...]
 
 
-def collect(store: Store, on_problem: Callable[[str], None] | None = None) -> Stats:
-    """Counts every layer from names, sizes and manifests; a folder that is passed over is told to `on_problem`."""
-    return Stats(tuple(_layer(layer.path, layer.writable, store.entries([layer], on_problem=on_problem)) for layer in store.roots.layers))
+def collect(cache: CacheAdapter, on_problem: Callable[[str], None] | None = None) -> Stats:
+    """Counts every root from names, sizes and manifests; a folder that is passed over is told to `on_problem`."""
+    found: dict[Path, list[CacheEntry]] = {path: [] for path in cache.paths}
+    for entry in cache.entries(on_problem=on_problem):
+        found[entry.root].append(entry)
+    return Stats(cache.kind, tuple(_layer(cache, path, entries) for path, entries in found.items()))
 
 
-def _layer(path: Path, writable: bool, entries: Iterator[Entry]) -> LayerStats:
-    counts: dict[tuple[str | None, int | None, str | None, Status], list[int]] = {}
+def _layer(cache: CacheAdapter, path: Path, entries: Iterable[CacheEntry]) -> LayerStats:
+    counts: dict[tuple[str | None, int | None, str | None, str], list[int]] = {}
     toolchains: dict[str, int] = {}
     uses: list[float] = []
     for entry in entries:
-        manifest = entry.manifest
-        spec = manifest.spec if manifest is not None else None
-        kind = (spec.kernel_id if spec else None, spec.version if spec else None, manifest.arch if manifest else None, entry.status)
-        count = counts.setdefault(kind, [0, 0])
+        count = counts.setdefault(_kind_of(entry), [0, 0])
         count[0] += 1
         count[1] += entry.object_bytes or 0
-        if manifest is not None:
-            label = manifest.toolchain.label()
+        label = cache.made_by(entry)
+        if label is not None:
             toolchains[label] = toolchains.get(label, 0) + 1
         if entry.last_used is not None:
             uses.append(entry.last_used)
     groups = tuple(Group(*kind, *counts[kind]) for kind in sorted(counts, key=lambda kind: (kind[0] or "~", kind[1] or 0, kind[2] or "", kind[3])))
     total = sum(group.entries for group in groups)
     size = sum(group.object_bytes for group in groups)
-    return LayerStats(path, writable, total, size, groups, tuple(sorted(toolchains.items())), min(uses, default=None), max(uses, default=None))
+    made_by = tuple(sorted(toolchains.items()))
+    return LayerStats(path, path == cache.writable, total, size, groups, made_by, min(uses, default=None), max(uses, default=None))
+
+
+def _kind_of(entry: CacheEntry) -> tuple[str | None, int | None, str | None, str]:
+    """What entries are counted by: kernel, version, arch and status, None for what the manifest does not tell."""
+    manifest = entry.manifest
+    if manifest is None:
+        return None, None, None, entry.status
+    spec = manifest.spec
+    return spec.kernel_id, spec.version if spec.version >= 0 else None, manifest.arch or None, entry.status
 
 
 def prometheus(stats: Stats) -> str:
@@ -80,8 +91,10 @@ def prometheus(stats: Stats) -> str:
         lines += [f"# HELP {name} {help_text}", f"# TYPE {name} gauge"]
         for layer in stats.layers:
             for group in layer.groups:
+                # The kind too: a foreign tool numbers the versions of kernels of the same name in its own way.
                 labels = {
                     "root": str(layer.path),
+                    "root_kind": str(stats.root_kind),
                     "kernel_id": group.kernel_id or "",
                     "version": "" if group.version is None else str(group.version),
                     "arch": group.arch or "",

@@ -1,4 +1,4 @@
-"""Hints of commands that were given `--cache-dir`: following one must act on that same root."""
+"""Hints of commands that were given `--cache-dir` or `--root-kind`: following one must act on that same root."""
 
 from __future__ import annotations
 
@@ -18,15 +18,18 @@ Result = TypeVar("Result")
 _COMMAND = re.compile(r"\bmlactl (?:cache [a-z]+|warmup)\b(?! --help)")
 
 
-def on_root(text: str, cache_dir: str | None) -> str:
-    """The text with `--cache-dir` put into every `mlactl cache …` and `mlactl warmup` in it that has none yet."""
-    if cache_dir is None:
+def on_root(text: str, cache_dir: str | None, root_kind: str | None = None) -> str:
+    """The text with `--cache-dir` put into every `mlactl cache …` and `mlactl warmup` in it that has none yet, and `--root-kind` into the former."""
+    if cache_dir is None and root_kind is None:
         return text
     parts, at = [], 0
     for match in _COMMAND.finditer(text):
         following = _COMMAND.search(text, match.end())
         rest = text[match.end() : following.start() if following else None]
-        parts.append(text[at : match.end()] + ("" if "--cache-dir" in rest else f" --cache-dir {shlex.quote(cache_dir)}"))
+        foreign = root_kind is not None and match[0].startswith("mlactl cache") and "--root-kind" not in rest
+        added = f" --root-kind {root_kind}" if foreign else ""
+        added += f" --cache-dir {shlex.quote(cache_dir)}" if cache_dir is not None and "--cache-dir" not in rest else ""
+        parts.append(text[at : match.end()] + added)
         at = match.end()
     return "".join(parts) + text[at:]
 
@@ -35,25 +38,37 @@ class RootedOutput(Output):
     """Output whose hints name the root that the command was given."""
 
     cache_dir: str | None = None
+    root_kind: str | None = None
 
     def hint(self, text: str) -> None:
         """The next command to type, for this root."""
-        super().hint(on_root(text, self.cache_dir))
+        super().hint(on_root(text, self.cache_dir, self.root_kind))
 
     def error(self, error: MlactlError) -> None:
         """An error whose next command is for this root."""
-        super().error(MlactlError(error.message, hint=error.hint and on_root(error.hint, self.cache_dir)))
+        super().error(MlactlError(error.message, hint=error.hint and on_root(error.hint, self.cache_dir, self.root_kind)))
 
 
-def make_output(output: options.OutputMode | options.StatsMode | None, json: bool, quiet: bool, cache_dir: str | None) -> RootedOutput:
+def make_output(
+    output: options.OutputMode | options.StatsMode | None,
+    json: bool,
+    quiet: bool,
+    cache_dir: str | None,
+    root_kind: options.RootKindChoice | None = None,
+) -> RootedOutput:
     """As `options.make_output`, for a command that has `--cache-dir`."""
     out = RootedOutput(options.make_output(output, json, quiet).mode)
-    out.cache_dir = cache_dir
+    out.cache_dir, out.root_kind = cache_dir, _said(root_kind)
     return out
 
 
+def _said(root_kind: object) -> str | None:
+    """The kind that was asked for; None for the one that is looked for without asking."""
+    return None if root_kind in (None, options.RootKindChoice.AUTO) else str(root_kind)
+
+
 def keeps_root(command: Callable[Params, Result]) -> Callable[Params, Result]:
-    """Makes the errors of a command carry its `--cache-dir` in their hints, those of services and of the parsing of values too."""
+    """Makes the errors of a command carry its `--cache-dir` and `--root-kind` in their hints, those of services and of the parsing of values too."""
 
     @functools.wraps(command)
     def run(*arguments: Params.args, **values: Params.kwargs) -> Result:
@@ -61,8 +76,8 @@ def keeps_root(command: Callable[Params, Result]) -> Callable[Params, Result]:
             return command(*arguments, **values)
         except MlactlError as error:
             cache_dir = values.get("cache_dir")
-            if error.hint and isinstance(cache_dir, str):
-                error.hint = on_root(error.hint, cache_dir)
+            if error.hint:
+                error.hint = on_root(error.hint, cache_dir if isinstance(cache_dir, str) else None, _said(values.get("root_kind")))
             raise
 
     return run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -31,6 +32,14 @@ class StatsMode(StrEnum):
     JSONL = "jsonl"
     QUIET = "quiet"
     PROMETHEUS = "prometheus"
+
+
+class RootKindChoice(StrEnum):
+    """`--root-kind` of the cache commands."""
+
+    AUTO = "auto"
+    MLACTL = "mlactl"
+    B12X = "b12x"
 
 
 def complete_arch(incomplete: str) -> list[str]:
@@ -64,6 +73,9 @@ StatsOutputOption = Annotated[StatsMode | None, typer.Option("--output", help="W
 JsonOption = Annotated[bool, typer.Option("--json", help="Same as --output json")]
 QuietOption = Annotated[bool, typer.Option("-q", "--quiet", help="One key or name a line, for pipes")]
 CacheDirOption = Annotated[str | None, typer.Option("--cache-dir", metavar="DIR", help="Cache root, or a list rw:ro1:ro2")]
+RootKindOption = Annotated[RootKindChoice, typer.Option("--root-kind", help="Which tool wrote the root; auto looks at it")]
+ShowSecretsOption = Annotated[bool, typer.Option("--show-secrets", help="Environment values that a b12x manifest records")]
+IncludePreparedOption = Annotated[bool, typer.Option("--include-prepared", help="Also what b12x's preparation files name")]
 ArchOption = Annotated[
     list[str] | None, typer.Option("--arch", metavar="ARCH", help=f"Target, repeatable: {', '.join(ARCHES)}", autocompletion=complete_arch)
 ]
@@ -103,6 +115,17 @@ def checked_arches(values: Sequence[str] | None) -> tuple[str, ...]:
             raise UsageError(
                 f"--arch {value} is not supported, objects are made for {', '.join(ARCHES)}", hint=" or ".join(f"--arch {arch}" for arch in ARCHES)
             )
+    return tuple(dict.fromkeys(values or ()))
+
+
+_FOREIGN_ARCH = re.compile(r"sm_[0-9]{2,3}[af]?")
+
+
+def checked_foreign_arches(values: Sequence[str] | None) -> tuple[str, ...]:
+    """`--arch` values for a root of another tool, which may hold targets that no object is made for here; raises UsageError."""
+    for value in values or ():
+        if not _FOREIGN_ARCH.fullmatch(value):
+            raise UsageError(f"--arch {value} is no target", hint="--arch sm_120a")
     return tuple(dict.fromkeys(values or ()))
 
 

@@ -7,12 +7,12 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from mlactl.cli import hints, options
-from mlactl.cli.cache import rendering
+from mlactl.cli.cache import foreign_view, rendering
 from mlactl.errors import UsageError
 from mlactl.ui.output import Column, Output, bytes_text
 
 if TYPE_CHECKING:
-    from mlactl.cache.details import Details
+    from mlactl.cache.adapter import CacheAdapter, Description
     from mlactl.cache.store import Store
     from mlactl.cache.why import Explanation
 
@@ -20,64 +20,59 @@ if TYPE_CHECKING:
 @hints.keeps_root
 def show(
     key: options.KeyArgument,
+    show_secrets: options.ShowSecretsOption = False,
+    root_kind: options.RootKindOption = options.RootKindChoice.AUTO,
     cache_dir: options.CacheDirOption = None,
     output: options.OutputOption = None,
     json: options.JsonOption = False,
     quiet: options.QuietOption = False,
 ) -> None:
     """Show one entry: manifest, resources, symbols."""
-    from mlactl.cache import listing
-    from mlactl.cache.details import details
-
-    out = hints.make_output(output, json, quiet, cache_dir)
-    entry = rendering.open_store(out, cache_dir).entry(key)
-    found = details(entry)
-    facts = found.facts
+    out = hints.make_output(output, json, quiet, cache_dir, root_kind)
+    cache = rendering.open_cache(out, cache_dir, root_kind)
+    found = cache.describe(cache.entry(key), show_secrets=show_secrets)
     document = {
-        "entry": {**listing.as_json(found.entry), "detail": found.entry.detail or found.problem or None},
-        "root": str(entry.layer.path),
-        "object_path": str(entry.object_path),
-        "manifest_path": str(entry.manifest_path),
-        "manifest": entry.manifest.as_json() if entry.manifest is not None else None,
+        "entry": {**cache.row(found.entry), "detail": found.entry.detail or found.problem or None},
+        "root": str(found.entry.root),
+        "object_path": str(found.entry.object_path),
+        "manifest_path": str(found.manifest_path),
+        "manifest": found.manifest,
         "resources": [asdict(kernel) for kernel in found.kernels],
-        "symbols": list(facts.symbols) if facts is not None else None,
-        "signature": facts.signature if facts is not None else None,
-        "object_arch": facts.arch if facts is not None else None,
+        "symbols": list(found.symbols) if found.symbols is not None else None,
+        "signature": found.signature,
+        "object_arch": found.object_arch,
     }
-    out.document(document, lambda: _show_human(out, found), lambda: [entry.key])
+    out.document(document, lambda: _show_human(out, cache, found), lambda: [found.entry.key])
 
 
-def _show_human(out: Output, found: Details) -> None:
-    entry, manifest, facts = found.entry, found.entry.manifest, found.facts
+def _show_human(out: Output, cache: CacheAdapter, found: Description) -> None:
+    entry, manifest = found.entry, found.entry.manifest
     trouble = entry.detail or found.problem
     pairs = [("key", entry.key), ("status", f"{entry.status}: {trouble}" if trouble else str(entry.status))]
     if manifest is not None:
         pairs += [
             ("kernel", manifest.spec.kernel_id),
-            ("version", str(manifest.spec.version)),
+            ("version", rendering.version_cell(entry)),
             ("facts", rendering.facts_text(dict(manifest.spec.facts))),
-            ("arch", manifest.arch),
-            ("host", manifest.host_arch),
-            ("toolchain", f"{manifest.toolchain.label()}, python {manifest.python}, {manifest.linker}"),
-            ("options", " ".join(manifest.options)),
-            ("sources", manifest.sources_digest),
-            ("object", f"{bytes_text(entry.object_bytes)}, sha256 {manifest.object_sha256}"),
-            ("code", f"sha256 {manifest.code_sha256}, compiled in {manifest.compile_s:.1f} s"),
-            ("created", manifest.created),
+            ("arch", manifest.arch or "-"),
         ]
-    pairs.append(("path", str(entry.object_path)))
-    if facts is not None:
-        pairs += [("object's arch", facts.arch), ("symbols", ", ".join(facts.symbols)), ("signature", facts.signature)]
+    pairs += [*found.lines, ("size", bytes_text(entry.object_bytes)), ("path", str(entry.object_path))]
+    pairs += [("object's arch", found.object_arch)] if found.object_arch is not None else []
+    pairs += [("symbols", ", ".join(found.symbols))] if found.symbols is not None else []
+    pairs += [("signature", found.signature)] if found.signature is not None else []
     width = max(len(name) for name, _ in pairs)
     for name, text in pairs:
         out.line(f"{name:<{width}}  {text}")
     if found.kernels:
         out.line()
         out.table(_KERNEL_COLUMNS, found.kernels)
+    short = entry.key[: rendering.SHORT_KEY]
     if entry.status == "untrusted":
         out.hint(rendering.distrust_hint([entry]) or f"ls -ld {entry.object_path}")
+    elif entry.status != "ok" and rendering.is_own(cache):
+        out.hint(f"mlactl cache verify {short} --repair, or mlactl cache rm {short}")
     elif entry.status != "ok":
-        out.hint(f"mlactl cache verify {entry.key[: rendering.SHORT_KEY]} --repair, or mlactl cache rm {entry.key[: rendering.SHORT_KEY]}")
+        out.hint(f"mlactl cache rm {short}")
 
 
 def _bytes_cell(size: int | None) -> str:
@@ -100,19 +95,27 @@ def why(
     key: options.OptionalKeyArgument = None,
     profile: options.OptionalProfileOption = None,
     arch: options.ArchOption = None,
+    show_secrets: options.ShowSecretsOption = False,
+    root_kind: options.RootKindOption = options.RootKindChoice.AUTO,
     cache_dir: options.CacheDirOption = None,
     output: options.OutputOption = None,
     json: options.JsonOption = False,
     quiet: options.QuietOption = False,
 ) -> None:
-    """Tell which key fields differ from what this machine builds."""
-    out = hints.make_output(output, json, quiet, cache_dir)
+    """Tell which key fields differ from what this machine builds; of a b12x entry, from its nearest sibling."""
+    from mlactl.cache.own import OwnCache
+
+    out = hints.make_output(output, json, quiet, cache_dir, root_kind)
     if (key is None) == (profile is None):
         found = "both" if key is not None else "neither"
         raise UsageError(f"expected a KEY or --profile, found {found}", hint="mlactl cache why KEY, or mlactl cache why --profile NAME")
     if key is not None and arch:
         raise UsageError("--arch goes with --profile: an entry has one arch", hint=f"mlactl cache why {key}")
-    explanations = _explanations(rendering.open_store(out, cache_dir), key, profile, options.checked_arches(arch))
+    cache = rendering.open_cache(out, cache_dir, root_kind)
+    if not isinstance(cache, OwnCache):
+        foreign_view.why(out, cache, key, show_secrets=show_secrets)
+        return
+    explanations = _explanations(cache.store, key, profile, options.checked_arches(arch))
     document = {"lookups": [_as_json(item) for item in explanations]}
     out.document(document, lambda: _why_human(out, explanations, profile), lambda: [item.key or "-" for item in explanations if not item.hit])
 

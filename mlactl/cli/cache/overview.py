@@ -14,8 +14,8 @@ from mlactl.ui.output import ROW_LIMIT, Column, Mode, Output, bytes_text
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from mlactl.cache.adapter import CacheEntry
     from mlactl.cache.stats import LayerStats
-    from mlactl.cache.store import Entry
 
 BAD_ROWS_EXPLAINED = 5
 
@@ -26,6 +26,7 @@ def ls(
     arch: options.ArchOption = None,
     status: rendering.StatusFilter = None,
     show_all: options.AllOption = False,
+    root_kind: options.RootKindOption = options.RootKindChoice.AUTO,
     cache_dir: options.CacheDirOption = None,
     output: options.OutputOption = None,
     json: options.JsonOption = False,
@@ -34,27 +35,28 @@ def ls(
     """List entries, by names, sizes and manifests."""
     from mlactl.cache import listing
 
-    out = hints.make_output(output, json, quiet, cache_dir)
-    filters = listing.Filters(rendering.checked_kernels(kernel), options.checked_arches(arch), rendering.checked_statuses(status))
-    store = rendering.open_store(out, cache_dir)
-    everything = listing.collect(store, on_problem=out.warn)
+    out = hints.make_output(output, json, quiet, cache_dir, root_kind)
+    kernels, statuses = rendering.checked_kernels(kernel), rendering.checked_statuses(status)
+    cache = rendering.open_cache(out, cache_dir, root_kind)
+    filters = listing.Filters(kernels, rendering.checked_arches(cache, arch), statuses)
+    everything = cache.entries(on_problem=out.warn)
     rows = listing.order(listing.select(everything, filters))
     columns = rendering.entry_columns(rows) if out.mode is Mode.HUMAN else ()
     dropped: tuple[str, ...] = ()
     if columns and not show_all and out.stdout.isatty():
         columns, dropped = rendering.fitting(columns, rows[:ROW_LIMIT], shutil.get_terminal_size().columns)
-    out.listing("entries", rows, columns, key=lambda entry: entry.key, show_all=show_all, empty="0 entries", as_json=listing.as_json)
+    out.listing("entries", rows, columns, key=lambda entry: entry.key, show_all=show_all, empty="0 entries", as_json=cache.row)
     if dropped:
         out.hint(f"no room for {', '.join(dropped)}: mlactl cache ls --all prints them, mlactl cache show KEY all of one entry")
     if rows:
         _explain_bad(out, rows)
     elif everything:
         out.hint(f"nothing matched; the cache has {', '.join(listing.kernels_present(everything)) or 'no readable manifest'}")
-    else:
-        out.hint(f"mlactl warmup --profile NAME fills {store.roots.layers[0].path}")
+    elif rendering.is_own(cache):
+        out.hint(f"mlactl warmup --profile NAME fills {cache.paths[0]}")
 
 
-def _explain_bad(out: Output, rows: Sequence[Entry]) -> None:
+def _explain_bad(out: Output, rows: Sequence[CacheEntry]) -> None:
     bad = [entry for entry in rows if entry.status != "ok"]
     for entry in bad[:BAD_ROWS_EXPLAINED]:
         out.note(f"{entry.key[: rendering.SHORT_KEY]} {entry.status}: {entry.detail}")
@@ -64,6 +66,7 @@ def _explain_bad(out: Output, rows: Sequence[Entry]) -> None:
 
 @hints.keeps_root
 def stats(
+    root_kind: options.RootKindOption = options.RootKindChoice.AUTO,
     cache_dir: options.CacheDirOption = None,
     output: options.StatsOutputOption = None,
     json: options.JsonOption = False,
@@ -73,8 +76,8 @@ def stats(
     from mlactl.cache import listing
     from mlactl.cache import stats as service
 
-    out = hints.make_output(output, json, quiet, cache_dir)
-    found = service.collect(rendering.open_store(out, cache_dir), out.warn)
+    out = hints.make_output(output, json, quiet, cache_dir, root_kind)
+    found = service.collect(rendering.open_cache(out, cache_dir, root_kind), out.warn)
     if out.mode is Mode.PROMETHEUS:
         out.line(service.prometheus(found).rstrip("\n"))
         return
@@ -87,7 +90,11 @@ def stats(
         for layer in found.layers:
             _stats_human(out, layer)
 
-    out.document({"roots": roots}, human, lambda: [f"{layer.path} {layer.entries} {layer.object_bytes}" for layer in found.layers])
+    out.document(
+        {"root_kind": found.root_kind, "roots": roots},
+        human,
+        lambda: [f"{layer.path} {layer.entries} {layer.object_bytes}" for layer in found.layers],
+    )
 
 
 def _stats_human(out: Output, layer: LayerStats) -> None:

@@ -17,7 +17,7 @@ from mlactl.errors import CannotRun, UsageError
 from mlactl.ui.output import Column, Output, bytes_text
 
 if TYPE_CHECKING:
-    from mlactl.cache.prune import PrunePlan, PruneResult
+    from mlactl.cache.removal import PlannedEntry, PrunePlan, PruneResult
     from mlactl.kernels.spec import CompileSpec
 
 
@@ -33,8 +33,10 @@ def prune(
     max_size: Annotated[str | None, typer.Option("--max-size", metavar="2GiB", help="Least recently used first, down to this")] = None,
     keep_profile: rendering.KeepProfileOption = None,
     locks: Annotated[bool, typer.Option("--locks", help="Lock files, while nobody uses the root")] = False,
+    include_prepared: options.IncludePreparedOption = False,
     dry_run: options.DryRunOption = False,
     yes: options.YesOption = False,
+    root_kind: options.RootKindOption = options.RootKindChoice.AUTO,
     cache_dir: options.CacheDirOption = None,
     output: options.OutputOption = None,
     json: options.JsonOption = False,
@@ -44,14 +46,14 @@ def prune(
 
     Different selectors must all match, repeats of one are alternatives, and any of them replaces the default.
     """
-    from mlactl.cache import prune as service
     from mlactl.cache import selectors as parsing
 
-    out = hints.make_output(output, json, quiet, cache_dir)
+    out = hints.make_output(output, json, quiet, cache_dir, root_kind)
+    cache = rendering.open_cache(out, cache_dir, root_kind)
     selectors = parsing.Selectors(
         specs=tuple(parsing.parse_spec(text) for text in spec or ()),
         kernels=rendering.checked_kernels(kernel),
-        arches=options.checked_arches(arch),
+        arches=rendering.checked_arches(cache, arch),
         statuses=rendering.checked_statuses(status),
         stale=stale,
         older_than_s=None if older_than is None else parsing.parse_duration(older_than, "--older-than"),
@@ -60,27 +62,26 @@ def prune(
         locks=locks,
     )
     keep = _kept_specs(keep_profile)
-    store = rendering.open_store(out, cache_dir)
-    plan = service.plan(store, selectors, keep=keep, on_problem=out.warn)
+    plan = cache.plan(selectors, keep=keep, include_prepared=include_prepared, on_problem=out.warn)
     _carry_out(out, plan, dry_run=dry_run, yes=yes)
 
 
 @hints.keeps_root
 def rm(
     keys: options.KeysArgument,
+    include_prepared: options.IncludePreparedOption = False,
     dry_run: options.DryRunOption = False,
     yes: options.YesOption = False,
+    root_kind: options.RootKindOption = options.RootKindChoice.AUTO,
     cache_dir: options.CacheDirOption = None,
     output: options.OutputOption = None,
     json: options.JsonOption = False,
     quiet: options.QuietOption = False,
 ) -> None:
     """Remove named entries."""
-    from mlactl.cache import prune as service
-
-    out = hints.make_output(output, json, quiet, cache_dir)
-    store = rendering.open_store(out, cache_dir)
-    plan = service.plan_keys(store, rendering.resolve_keys(store, keys))
+    out = hints.make_output(output, json, quiet, cache_dir, root_kind)
+    cache = rendering.open_cache(out, cache_dir, root_kind)
+    plan = cache.plan_entries(rendering.resolve_keys(cache, keys), include_prepared=include_prepared, on_problem=out.warn)
     _carry_out(out, plan, dry_run=dry_run, yes=yes)
     if plan.kept and not dry_run:
         raise typer.Exit(1)
@@ -125,7 +126,7 @@ def _carry_out(out: Output, plan: PrunePlan, *, dry_run: bool, yes: bool) -> Non
 
 
 def _apply(out: Output, plan: PrunePlan) -> None:
-    from mlactl.cache.prune import apply
+    from mlactl.cache.removal import apply
 
     if plan.entries:
         with out.progress("removing", len(plan.entries), "entries") as task:
@@ -185,10 +186,15 @@ def _same_command_with_yes() -> str:
     return shlex.join(["mlactl", *words, "--yes"])
 
 
+def _version_cell(entry: PlannedEntry) -> str:
+    version = entry.spec["version"] if entry.spec else None
+    return "-" if version is None else str(version)
+
+
 _PLAN_COLUMNS = (
     Column("key", lambda entry: entry.key[: rendering.SHORT_KEY]),
     Column("kernel", lambda entry: entry.spec["kernel_id"] if entry.spec else "-"),
-    Column("version", lambda entry: str(entry.spec["version"]) if entry.spec else "-", right=True),
+    Column("version", _version_cell, right=True),
     Column("status", lambda entry: entry.status),
     Column("arch", lambda entry: entry.arch or "-"),
     Column("size", lambda entry: bytes_text(entry.object_bytes), right=True),

@@ -13,7 +13,10 @@ from mlactl.errors import UsageError
 from mlactl.ui.output import Column, Output, age_text, bytes_text
 
 if TYPE_CHECKING:
-    from mlactl.cache.store import Entry, Store
+    from pathlib import Path
+
+    from mlactl.cache.adapter import CacheAdapter, CacheEntry
+    from mlactl.cache.store import Store
 
 SHORT_KEY = 12
 """Digits of a key in a human listing; commands take any unique start of a key."""
@@ -75,11 +78,12 @@ def checked_kernels(values: Sequence[str] | None) -> tuple[str, ...]:
     return tuple(values or ())
 
 
-def distrust_hint(entries: Sequence[Entry]) -> str | None:
+def distrust_hint(entries: Sequence[CacheEntry]) -> str | None:
     """How to mend the owner or mode of the first untrusted entry; None when there is none."""
-    from mlactl.cache.entry import distrust
+    from mlactl.cache.entry import Entry, distrust
 
-    refused = next((found for entry in entries if entry.status == "untrusted" and (found := distrust(entry)) is not None), None)
+    ours = [entry for entry in entries if entry.status == "untrusted" and isinstance(entry, Entry)]
+    refused = next((found for entry in ours if (found := distrust(entry)) is not None), None)
     return refused.hint if refused is not None else None
 
 
@@ -94,19 +98,41 @@ def open_store(out: Output, cache_dir: str | None) -> Store:
     return store
 
 
-def entry_columns(entries: Sequence[Entry]) -> tuple[Column, ...]:
+def open_cache(out: Output, cache_dir: str | None, root_kind: options.RootKindChoice) -> CacheAdapter:
+    """The cache that the options and the environment name, whichever tool wrote it; warns of what a person should know about its roots."""
+    from mlactl.cache.adapters import open_cache as open_any
+
+    cache = open_any(cache_dir, root_kind.value)
+    for text in cache.remarks:
+        out.warn(text)
+    return cache
+
+
+def checked_arches(cache: CacheAdapter, values: Sequence[str] | None) -> tuple[str, ...]:
+    """`--arch` values for a root of this kind; raises UsageError."""
+    return options.checked_arches(values) if is_own(cache) else options.checked_foreign_arches(values)
+
+
+def is_own(cache: CacheAdapter) -> bool:
+    """Whether it is this project's own cache."""
+    from mlactl.cache.adapter import RootKind
+
+    return cache.kind is RootKind.MLACTL
+
+
+def entry_columns(entries: Sequence[CacheEntry]) -> tuple[Column, ...]:
     """Columns of a listing of entries; the root is told only when there are several."""
     now = time.time()
-    root = (Column("root", lambda entry: str(entry.layer.path)),) if len({entry.layer for entry in entries}) > 1 else ()
+    root = (Column("root", lambda entry: str(entry.root)),) if len({entry.root for entry in entries}) > 1 else ()
     return (
         Column("key", lambda entry: entry.key[:SHORT_KEY]),
         Column("kernel", kernel_cell),
-        Column("version", lambda entry: str(entry.manifest.spec.version) if entry.manifest else "-", right=True),
+        Column("version", version_cell, right=True),
         Column("status", lambda entry: str(entry.status)),
-        Column("arch", lambda entry: entry.manifest.arch if entry.manifest else "-"),
+        Column("arch", lambda entry: (entry.manifest.arch if entry.manifest else "") or "-"),
         Column("facts", lambda entry: facts_text(dict(entry.manifest.spec.facts)) if entry.manifest else "-"),
         Column("size", lambda entry: bytes_text(entry.object_bytes), right=True),
-        Column("age", lambda entry: _age(entry.manifest.created if entry.manifest else None, now), right=True),
+        Column("age", lambda entry: _age(_made(entry), now), right=True),
         Column("used", lambda entry: _age(entry.last_used, now), right=True),
         *root,
     )
@@ -118,7 +144,7 @@ _EXPENDABLE = ("facts", "used", "age", "size", "arch", "version")
 _PADDING = 2
 
 
-def fitting(columns: Sequence[Column], rows: Sequence[Entry], width: int) -> tuple[tuple[Column, ...], tuple[str, ...]]:
+def fitting(columns: Sequence[Column], rows: Sequence[CacheEntry], width: int) -> tuple[tuple[Column, ...], tuple[str, ...]]:
     """The columns that a terminal of `width` characters holds without folding, and the titles of those left out."""
     needs = {column.title: _PADDING + max([len(column.title), *(len(column.cell(row)) for row in rows)]) for column in columns}
     dropped: list[str] = []
@@ -130,14 +156,37 @@ def fitting(columns: Sequence[Column], rows: Sequence[Entry], width: int) -> tup
     return tuple(column for column in columns if column.title in needs), tuple(dropped)
 
 
-def kernel_cell(entry: Entry) -> str:
+def kernel_cell(entry: CacheEntry) -> str:
     """The kernel id, or the end of the name of what a writer left behind."""
     return entry.manifest.spec.kernel_id if entry.manifest else entry.residue.removeprefix(entry.key) or "-"
 
 
+def version_cell(entry: CacheEntry) -> str:
+    """The spec version; a dash where none is known."""
+    return str(entry.manifest.spec.version) if entry.manifest and entry.manifest.spec.version >= 0 else "-"
+
+
+def _made(entry: CacheEntry) -> str | float | None:
+    """When an entry was made: what its manifest says, else when a foreign file was written."""
+    from mlactl.cache.foreign.b12x.entry import Entry as B12xEntry
+
+    if isinstance(entry, B12xEntry):
+        return entry.written
+    return entry.manifest.created if entry.manifest else None
+
+
 def facts_text(facts: dict[str, Any]) -> str:
-    """`groups=4 window=false`."""
-    return " ".join(f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in facts.items()) or "-"
+    """`groups=4 window=false`, tensors of foreign facts by name, dtype and rank."""
+    return " ".join(f"{name}={_fact_text(value)}" for name, value in facts.items()) or "-"
+
+
+def _fact_text(value: Any) -> str:
+    match value:
+        case bool():
+            return str(value).lower()
+        case ["tensor", _, str(dtype), int(rank), *_]:
+            return f"{dtype.removeprefix('torch.')}[{rank}]"
+    return str(value)
 
 
 def _age(moment: str | float | None, now: float) -> str:
@@ -151,7 +200,8 @@ def counted(number: int, noun: str = "entry", plural: str = "entries") -> str:
     return f"{number} {noun if number == 1 else plural}"
 
 
-def resolve_keys(store: Store, keys: Sequence[str]) -> list[Entry]:
+def resolve_keys(cache: CacheAdapter, keys: Sequence[str]) -> list[CacheEntry]:
     """The entries of these keys or unique starts of keys, without repeats; raises NotFound or UsageError before anything is done."""
-    found = [store.entry(key) for key in keys]
-    return list({(entry.layer, entry.key): entry for entry in found}.values())
+    found = [cache.entry(key) for key in keys]
+    by_identity: dict[tuple[Path, str], CacheEntry] = {(entry.root, entry.key): entry for entry in found}
+    return list(by_identity.values())

@@ -296,7 +296,7 @@ def test_stats_in_every_mode(cache, filled):
 def test_stats_for_prometheus(cache, filled):
     done = cache("cache", "stats", "--output", "prometheus")
     assert (done.code, done.stderr) == (0, "")
-    labels = f'{{root="{cache.cache_dir}",kernel_id="test.tiny",version="1",arch="sm_121a",status="ok"}}'
+    labels = f'{{root="{cache.cache_dir}",root_kind="mlactl",kernel_id="test.tiny",version="1",arch="sm_121a",status="ok"}}'
     assert f"mlactl_cache_entries{labels} 1" in done.lines
     assert f"mlactl_cache_object_bytes{labels} {filled.sm_121a.object_bytes}" in done.lines
     assert done.lines[:2] == ["# HELP mlactl_cache_entries Entries of the compile cache", "# TYPE mlactl_cache_entries gauge"]

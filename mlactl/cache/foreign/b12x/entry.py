@@ -1,0 +1,372 @@
+"""Entries of a b12x root: its files by name, their state by names, sizes and manifests, and the full check of an object.
+
+`<root>/<key[:2]>/<key>.{o,json,lock}`. Nothing of another name is looked at, counted or touched. What this tool sets aside is
+`<key>.o.quarantined` and `<key>.json.quarantined`: no release opens a file of such a name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import os
+import re
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from mlactl.cache import elf, locks, trust
+from mlactl.cache.entry import Status, not_regular, status_of_part
+from mlactl.cache.foreign.b12x import manifest as manifests
+from mlactl.cache.foreign.b12x.manifest import Document, Manifest, Rejected
+from mlactl.cache.manifest import MAX_OBJECT_BYTES
+from mlactl.errors import CannotRun
+
+ASIDE = ".quarantined"
+SYMBOL_PREFIXES = ("b12x_cute_", "sparkinfer_cute_")
+
+_READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # NONBLOCK: a FIFO in an entry's place must not hang us
+_HEX = "0123456789abcdef"
+_FILE = re.compile(r"([0-9a-f]{64})\.(o|json|lock|o\.quarantined|json\.quarantined)")
+RESIDUE = re.compile(r"[0-9a-f]{64}\.tmp|\.[0-9a-f]{64}\.(?:o|json)\.[A-Za-z0-9_]{1,32}\.tmp|\.peer-.{1,200}|\._stage_[0-9a-f]{1,64}")
+"""What unfinished writers of one release or another leave: older ones `<key>.tmp`, newer ones the others."""
+_KEY_INSIDE = re.compile(r"(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])")
+
+
+class Entry(msgspec.Struct, frozen=True, gc=False):
+    """One entry of a root, or what a writer left (`residue` is its file name, `key` that name too where no key stands in it).
+
+    `written` is when the object was written, or the manifest where there is no object; `last_used` when the object was last
+    read, None where the filesystem does not say. Both are seconds since 1970.
+    """
+
+    key: str
+    root: Path
+    manifest: Manifest | None
+    status: Status
+    detail: str = ""
+    object_bytes: int | None = None
+    last_used: float | None = None
+    residue: str = ""
+    written: float | None = None
+    place: str = ""
+
+    @property
+    def bucket(self) -> Path:
+        """The folder of its files."""
+        return Path(self.root, self.place)
+
+    @property
+    def object_path(self) -> Path:
+        """The compiled object, where it was set aside if it was, or the temporary."""
+        return Path(self.bucket, self.residue or f"{self.key}.o{self._aside}")
+
+    @property
+    def manifest_path(self) -> Path | None:
+        """The manifest, or where one would be; None for a temporary."""
+        return None if self.residue else Path(self.bucket, f"{self.key}.json{self._aside}")
+
+    @property
+    def lock_path(self) -> Path | None:
+        """The lock of b12x's own writers; None where the name of a temporary says no key."""
+        return Path(self.bucket, f"{self.key}.lock") if is_key(self.key) else None
+
+    @property
+    def _aside(self) -> str:
+        return ASIDE if self.status is Status.QUARANTINED else ""
+
+
+def is_key(text: str) -> bool:
+    """Whether this is 64 lower-case hex digits."""
+    return len(text) == 64 and not text.strip(_HEX)
+
+
+def is_bucket(name: str) -> bool:
+    """Whether a folder's name is two lower-case hex digits."""
+    return len(name) == 2 and not name.strip(_HEX)
+
+
+def recognised(bucket: str, name: str) -> bool:
+    """Whether a file in a bucket has a name of this format."""
+    return RESIDUE.fullmatch(name) is not None or (_FILE.fullmatch(name) is not None and name.startswith(bucket))
+
+
+# ---- listing
+
+
+def buckets(root: Path, on_problem: Callable[[str], None] = lambda _: None) -> list[str]:
+    """Names of the bucket folders; a link in the place of one is not followed but told to `on_problem`. Raises CannotRun."""
+    names = []
+    try:
+        with os.scandir(root) as found:
+            for item in found:
+                if not is_bucket(item.name):
+                    continue
+                if item.is_dir(follow_symlinks=False):
+                    names.append(item.name)
+                elif item.is_symlink():
+                    on_problem(f"{item.path} is a symbolic link, which is never followed below the root")
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CannotRun(f"{trust.describe(root)} cannot be read: {error.strerror}", hint="name another root: --cache-dir DIR") from None
+    return sorted(names)
+
+
+def in_root(root: Path, *, uses: bool, on_problem: Callable[[str], None] = lambda _: None) -> Iterator[Entry]:
+    """Every entry and temporary of a root, by bucket and key; `uses` says whether access times tell the last use."""
+    for bucket in buckets(root, on_problem):
+        try:
+            yield from in_bucket(root, bucket, uses=uses)
+        except OSError as error:
+            on_problem(f"{trust.describe(f'{root}/{bucket}')} cannot be read: {error.strerror}")
+    with contextlib.suppress(OSError):
+        for name in sorted(os.listdir(root)):
+            # Staged copies were seen beside the buckets as well as in them.
+            if name.startswith((".peer-", "._stage_")) and RESIDUE.fullmatch(name):
+                yield _residue(root, "", name)
+
+
+def in_bucket(root: Path, bucket: str, *, uses: bool) -> Iterator[Entry]:
+    """Every entry and temporary of one bucket; raises OSError."""
+    files: dict[str, set[str]] = {}
+    temporaries = []
+    for name in os.listdir(f"{root}/{bucket}"):
+        match = _FILE.fullmatch(name)
+        if match is not None:
+            if name.startswith(bucket):
+                files.setdefault(match[1], set()).add(match[2])
+        elif RESIDUE.fullmatch(name):
+            temporaries.append(name)
+    for key in sorted(files):
+        yield from of_key(root, key, files[key], uses=uses)
+    for name in sorted(temporaries):
+        yield _residue(root, bucket, name)
+
+
+def of_key(root: Path, key: str, suffixes: set[str], *, uses: bool) -> Iterator[Entry]:
+    """The entry of a key, given which of its files there are, and the one that was set aside."""
+    if "o" in suffixes or "json" in suffixes:
+        entry = _live(root, key, suffixes, uses=uses)
+        if entry is not None:
+            yield entry
+    elif "lock" in suffixes and "o.quarantined" not in suffixes:
+        # A lock alone is what a miss or a removal leaves, and no entry; a held one is a compile at work.
+        holder = held(f"{root}/{key[:2]}/{key}.lock")
+        if holder is not None:
+            yield Entry(key, root, None, Status.LOCKED, f"being compiled: {holder}", place=key[:2])
+    if "o.quarantined" in suffixes or "json.quarantined" in suffixes:
+        yield _set_aside(root, key)
+
+
+def again(entry: Entry, *, uses: bool) -> Entry | None:
+    """The same entry as it is now; None when it is gone."""
+    if entry.residue:
+        return entry if os.path.lexists(entry.object_path) else None
+    names = [suffix for suffix in ("o", "json", "lock", f"o{ASIDE}", f"json{ASIDE}") if os.path.lexists(entry.bucket / f"{entry.key}.{suffix}")]
+    aside = entry.status is Status.QUARANTINED
+    found = [other for other in of_key(entry.root, entry.key, set(names), uses=uses) if (other.status is Status.QUARANTINED) == aside]
+    return found[0] if found else None
+
+
+def _live(root: Path, key: str, suffixes: set[str], *, uses: bool) -> Entry | None:
+    base = f"{root}/{key[:2]}/{key}"
+    size, problem, written, last_used = _object(f"{base}.o", uses=uses)
+    found: Manifest | None = None
+    status, detail = Status.OK, ""
+    if "json" in suffixes:
+        try:
+            data, modified = _read(f"{base}.json", manifests.MAX_BYTES)
+            written = written or modified
+            found = manifests.parse(data, key)
+        except Rejected as rejected:
+            status, detail = rejected.status, rejected.reason
+        except FileNotFoundError:
+            suffixes = suffixes - {"json"}
+        except OSError as error:
+            status, detail = Status.BAD_MANIFEST, _why(error)
+    if "json" not in suffixes:
+        if size is None and not os.path.lexists(f"{base}.o"):
+            return None
+        status, detail = (
+            Status.NO_MANIFEST,
+            problem or "no manifest: older releases load it as it is, 1.5.1 treats it as a miss",
+        )
+    elif found is not None and size is None:
+        status, detail = Status.NO_OBJECT, problem or "a manifest without its object: a miss to every release"
+    elif found is not None and size != found.object_bytes:
+        status, detail = Status.SIZE, f"{size} bytes, expected {found.object_bytes}"
+    if status is not Status.OK:
+        holder = held(f"{base}.lock") if "lock" in suffixes else None
+        if holder is not None:
+            status, detail = Status.LOCKED, f"being compiled: {holder}"
+    return Entry(key, root, found, status, detail, size, last_used, "", written, key[:2])
+
+
+def _set_aside(root: Path, key: str) -> Entry:
+    base = f"{root}/{key[:2]}/{key}"
+    size, _, written, _ = _object(f"{base}.o{ASIDE}", uses=False)
+    found: Manifest | None = None
+    with contextlib.suppress(OSError, Rejected):
+        found = manifests.parse(_read(f"{base}.json{ASIDE}", manifests.MAX_BYTES)[0], key)
+    detail = "set aside: no release of b12x loads it under this name"
+    return Entry(key, root, found, Status.QUARANTINED, detail, size, None, "", written, key[:2])
+
+
+def _residue(root: Path, place: str, name: str) -> Entry:
+    size, problem, written, _ = _object(f"{root}/{place}/{name}", uses=False)
+    inside = _KEY_INSIDE.search(name)
+    key = inside[0] if inside and (not place or inside[0].startswith(place)) else name
+    entry = Entry(key, root, None, Status.TEMP, problem or "left by a writer that did not finish", size, None, name, written, place)
+    holder = held(str(entry.lock_path)) if entry.lock_path is not None and place else None
+    return entry if holder is None else msgspec.structs.replace(entry, status=Status.LOCKED, detail=f"being written: {holder}")
+
+
+def _object(path: str, *, uses: bool) -> tuple[int | None, str, float | None, float | None]:
+    """(size, what is wrong, when it was written, when it was last read) of an object."""
+    try:
+        info = os.lstat(path)
+    except FileNotFoundError:
+        return None, "", None, None
+    except OSError as error:
+        return None, error.strerror or str(error), None, None
+    if not stat.S_ISREG(info.st_mode):
+        return None, not_regular(info.st_mode), None, None
+    # An access time that is not after the last write says nothing: nobody has read it, or the mount keeps no such times.
+    return info.st_size, "", info.st_mtime, info.st_atime if uses and info.st_atime > info.st_mtime else None
+
+
+def held(path: str) -> str | None:
+    """Who holds b12x's lock on a key right now, in words; None when nobody does, or it cannot be told."""
+    try:
+        fd = os.open(path, _READ_FLAGS)
+    except OSError:
+        return None
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            return None
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        pids = locks.lockers(fd)
+        return f"{path} is held by {f'process {pids[0]}' if pids else 'another process'}"
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
+    return None
+
+
+# ---- reading
+
+
+def _read(path: str, limit: int) -> tuple[bytes, float]:
+    """A regular file of at most `limit` bytes and its modification time; raises OSError."""
+    fd = os.open(path, _READ_FLAGS)
+    try:
+        info = os.fstat(fd)
+        if not stat.S_ISREG(info.st_mode):
+            raise OSError(errno.EINVAL, not_regular(info.st_mode))
+        if info.st_size > limit:
+            raise OSError(errno.EFBIG, f"{info.st_size} bytes, more than the {limit} it can have")
+        return os.read(fd, info.st_size + 1), info.st_mtime
+    finally:
+        os.close(fd)
+
+
+def _why(error: OSError) -> str:
+    if error.errno == errno.ELOOP:
+        return f"{not_regular(stat.S_IFLNK)}, which is never followed"
+    return error.strerror or str(error)
+
+
+def read_object(entry: Entry) -> bytes:
+    """The object's bytes, leaving its access time alone where the system lets us: it is what tells the last use. Raises OSError."""
+    path = str(entry.object_path)
+    try:
+        fd = os.open(path, _READ_FLAGS | os.O_NOATIME)
+    except PermissionError:  # another owner's file
+        fd = os.open(path, _READ_FLAGS)
+    with open(fd, "rb") as file:
+        info = os.fstat(fd)
+        if not stat.S_ISREG(info.st_mode):
+            raise OSError(errno.EINVAL, not_regular(info.st_mode), path)
+        if info.st_size > MAX_OBJECT_BYTES:
+            raise OSError(errno.EFBIG, f"{info.st_size} bytes, more than an object can have", path)
+        return file.read()
+
+
+def read_document(entry: Entry) -> Document:
+    """The whole manifest of an entry; raises OSError and Rejected."""
+    if entry.manifest_path is None:
+        raise Rejected(Status.NO_MANIFEST, "a temporary has no manifest")
+    return manifests.read_document(_read(str(entry.manifest_path), manifests.MAX_BYTES)[0])
+
+
+def read_maker(entry: Entry) -> manifests.Maker:
+    """What a manifest says of the package and the tools that wrote it; raises OSError and Rejected."""
+    return manifests.maker(_read(str(entry.manifest_path), manifests.MAX_BYTES)[0])
+
+
+def examine(entry: Entry, *, digests_only: bool = False) -> Entry:
+    """The entry with the status of a full check: payload, size, digest and (unless `digests_only`) symbols and arch of the ELF.
+
+    One that is not ok already comes back as it is.
+    """
+    if entry.status is not Status.OK or entry.manifest is None:
+        return entry
+    try:
+        manifests.check(entry.manifest, read_document(entry))
+        data = read_object(entry)
+    except Rejected as rejected:
+        return _restate(entry, rejected.status, rejected.reason)
+    except OSError as error:
+        return _restate(entry, Status.NO_OBJECT, error.strerror or str(error))
+    status, detail = check_object(entry.key, entry.manifest, data, digests_only=digests_only)
+    return entry if status is Status.OK else _restate(entry, status, detail)
+
+
+def check_object(key: str, manifest: Manifest, data: bytes, *, digests_only: bool = False) -> tuple[Status, str]:
+    """Status of an object's bytes against its manifest, and what was found and expected when it is not ok."""
+    if len(data) != manifest.object_bytes:
+        return Status.SIZE, f"{len(data)} bytes, expected {manifest.object_bytes}"
+    digest = hashlib.sha256(data).hexdigest()
+    if digest != manifest.object_sha256:
+        return Status.DIGEST, f"SHA-256 {digest}, expected {manifest.object_sha256}"
+    if digests_only:
+        return Status.OK, ""
+    try:
+        found = elf.identify_foreign(data)
+    except elf.BadElf as error:
+        return status_of_part(error.part), error.reason
+    if not exports(found.symbols, key):
+        named = ", ".join(sorted({prefix for name in found.symbols if (prefix := _entry_point(name))})) or "no such function"
+        return Status.SYMBOL, f"exports {named}, expected {' or '.join(f'{prefix}{key}' for prefix in SYMBOL_PREFIXES)}"
+    if manifest.arch and found.arch != manifest.arch:
+        return Status.ARCH, f"the object is for {found.arch}, expected {manifest.arch}"
+    return Status.OK, ""
+
+
+def exports(symbols: tuple[str, ...], key: str) -> bool:
+    """Whether these symbols are of the key's object: the exporter writes several, each the function's name and a suffix."""
+    wanted = tuple(f"{prefix}{key}" for prefix in SYMBOL_PREFIXES)
+    return any(name.startswith(wanted) for name in symbols)
+
+
+_ENTRY_POINT = re.compile(r"(?:b12x|sparkinfer)_cute_[0-9a-f]{64}")
+
+
+def _entry_point(name: str) -> str:
+    match = _ENTRY_POINT.match(name)
+    return match[0] if match else ""
+
+
+def entry_points(symbols: tuple[str, ...]) -> tuple[str, ...]:
+    """The functions an object exports, without the suffixes of their parts."""
+    return tuple(sorted({_entry_point(name) for name in symbols} - {""}))
+
+
+def _restate(entry: Entry, status: Status, detail: str) -> Entry:
+    return msgspec.structs.replace(entry, status=status, detail=detail)

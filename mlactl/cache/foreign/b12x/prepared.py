@@ -1,0 +1,71 @@
+"""Which programs a root's tuning selections name: `preparation/<sha256>.json`, written by 1.5.1.
+
+A record lists the programs that its measured configuration needs as [dialect, program key]; of the dialect `cute` that is
+the key of an object here. Removing such an object costs b12x a compile at its next start, which it may not expect.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from mlactl.cache.manifest import is_sha256
+
+FOLDER = "preparation"
+MAX_BYTES = 64 << 20
+
+
+class _Record(msgspec.Struct, gc=False):
+    programs: list[list[Any]] = []
+
+
+class _Selections(msgspec.Struct, gc=False):
+    records: dict[str, _Record]
+
+
+def named(root: Path, on_problem: Callable[[str], None]) -> dict[str, str]:
+    """The keys that preparation files name, each with the first file that does; what cannot be read is told to `on_problem`."""
+    found: dict[str, str] = {}
+    folder = root / FOLDER
+    if folder.is_symlink():
+        on_problem(f"{folder} is a symbolic link, which is never followed: what it names is not known")
+        return found
+    try:
+        names = sorted(name for name in os.listdir(folder) if name.endswith(".json") and is_sha256(name.removesuffix(".json")))
+    except FileNotFoundError:
+        return found
+    except OSError as error:
+        on_problem(f"{folder} cannot be read, so what it names is not known: {error.strerror}")
+        return found
+    for name in names:
+        try:
+            selections = msgspec.json.decode(_read(folder / name), type=_Selections)
+        except (OSError, msgspec.MsgspecError, ValueError, RecursionError):
+            on_problem(f"{folder / name} is no readable selection file, so what it names is not known")
+            continue
+        for record in selections.records.values():
+            for program in record.programs:
+                if len(program) == 2 and program[0] == "cute" and isinstance(program[1], str):
+                    found.setdefault(program[1], f"{FOLDER}/{name[:12]}….json")
+    return found
+
+
+def has_selections(root: Path) -> bool:
+    """Whether a root has preparation files."""
+    try:
+        return any(is_sha256(name.removesuffix(".json")) for name in os.listdir(root / FOLDER))
+    except OSError:
+        return False
+
+
+def _read(path: Path) -> bytes:
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(fd, "rb") as file:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise ValueError("not a regular file")
+        return file.read(MAX_BYTES)
