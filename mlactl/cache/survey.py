@@ -131,7 +131,7 @@ def _walk(place: Place, device: int, on_inodes: Callable[[int], None], max_inode
     count = _Count(place.rule)
     folders: list[tuple[str, tuple[str, ...]]] = [(str(place.path), ())]
     told = 0
-    while folders:
+    while folders and count.inodes < max_inodes:
         folder, parts = folders.pop()
         try:
             fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (os.O_NOFOLLOW if parts else 0))
@@ -144,24 +144,30 @@ def _walk(place: Place, device: int, on_inodes: Callable[[int], None], max_inode
             if os.fstat(fd).st_dev != device:
                 count.problem(f"{folder} is another filesystem, which was not entered")
                 continue
-            for item in os.scandir(fd):
-                count.inodes += 1
-                if item.is_dir(follow_symlinks=False):
-                    folders.append((f"{folder}/{item.name}", (*parts, item.name)))
-                else:
-                    _count_file(count, item, parts)
-                if count.inodes - told >= PROGRESS_STEP:
-                    on_inodes(count.inodes - told)
-                    told = count.inodes
-                if count.inodes >= max_inodes:
-                    count.problem(f"counting stopped at {max_inodes} files and folders: is {place.path} a cache?")
-                    return count
+            with os.scandir(fd) as items:
+                for item in items:
+                    _count_item(count, item, parts, folders, folder)
+                    if count.inodes - told >= PROGRESS_STEP:
+                        on_inodes(count.inodes - told)
+                        told = count.inodes
+                    if count.inodes >= max_inodes:
+                        break
         except OSError as error:
             count.problem(f"{trust.describe(folder)} cannot be read: {_why(error)}")
         finally:
             os.close(fd)
+    if count.inodes >= max_inodes:
+        count.problem(f"counting stopped at {max_inodes} files and folders: is {place.path} a cache?")
     on_inodes(count.inodes - told)
     return count
+
+
+def _count_item(count: _Count, item: os.DirEntry[str], parts: tuple[str, ...], folders: list[tuple[str, tuple[str, ...]]], folder: str) -> None:
+    count.inodes += 1
+    if item.is_dir(follow_symlinks=False):
+        folders.append((f"{folder}/{item.name}", (*parts, item.name)))
+    else:
+        _count_file(count, item, parts)
 
 
 def _count_file(count: _Count, item: os.DirEntry[str], parts: tuple[str, ...]) -> None:
