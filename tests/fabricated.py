@@ -15,7 +15,7 @@ OLDER = replace(HERE, distributions=tuple((name, "4.7.0") for name, _ in HERE.di
 CU12 = replace(HERE, flavour="cu12")
 
 
-def put(root: Path, spec: CompileSpec, arch: str = "sm_120a", toolchain: Toolchain = HERE, **changes: object) -> str:
+def put(root: Path, spec: CompileSpec, /, arch: str = "sm_120a", toolchain: Toolchain = HERE, **changes: object) -> str:
     """Writes an entry into a private root and returns its key; `changes` replace parts of what the key is made from."""
     inputs = replace(inputs_for(spec, arch, toolchain), **changes)  # type: ignore[arg-type]
     key, data = inputs.key(), b"no object"

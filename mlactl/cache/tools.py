@@ -82,7 +82,7 @@ def _others(environ: Mapping[str, str]) -> list[Place]:
         """The first variable that is set, with its suffix, else the default; `below` names the variable that moved the default."""
         for variable, suffix in variables:
             if environ.get(variable):
-                return Place(tool, _absolute(Path(os.path.expanduser(environ[variable])) / suffix), variable, noun, rule)  # noqa: PTH111
+                return Place(tool, _absolute(_given(environ, variable) / suffix), variable, noun, rule)
         return Place(tool, _absolute(default), below if below and environ.get(below) else DEFAULT, noun, rule)
 
     found = [
@@ -109,6 +109,14 @@ def _others(environ: Mapping[str, str]) -> list[Place]:
 
 
 # ---- folders of the environment
+
+
+def _given(environ: Mapping[str, str], variable: str) -> Path:
+    """A variable's path as its tool takes it: of these tools vLLM alone makes `~` a home folder."""
+    value = environ[variable]
+    if variable == "VLLM_CACHE_ROOT" and (value == "~" or value.startswith("~/")):
+        return home_folder(environ) / value[2:]
+    return Path(value)
 
 
 def home_folder(environ: Mapping[str, str]) -> Path:

@@ -12,7 +12,7 @@ from mlactl.cache import publish, roots, trust
 from mlactl.cache.foreign.b12x import roots as b12x
 from mlactl.cache.roots import Layer
 from mlactl.cache.store import Entry, Status
-from mlactl.doctor.findings import Finding, Severity
+from mlactl.doctor.findings import Finding, Severity, counted
 from mlactl.doctor.situation import LayerEntries, Situation
 from mlactl.errors import MlactlError
 
@@ -51,7 +51,8 @@ def _described(held: LayerEntries) -> str:
     path = held.layer.path
     kind = "" if held.layer.writable else "read-only layer, "
     size = sum(entry.object_bytes or 0 for entry in held.entries)
-    return f"{trust.describe(path)}: {kind}{len(held.entries)} entries, {size / (1 << 20):.1f} MiB, on {roots.filesystem(path) or 'an unknown filesystem'}"
+    holds = f"{counted(len(held.entries), 'entry', 'entries')}, {size / (1 << 20):.1f} MiB"
+    return f"{trust.describe(path)}: {kind}{holds}, on {roots.filesystem(path) or 'an unknown filesystem'}"
 
 
 def _layer(situation: Situation, held: LayerEntries) -> Iterator[Finding]:
@@ -127,7 +128,7 @@ def _trusted(held: LayerEntries) -> Iterator[Finding]:
     buckets: dict[str, trust.Untrusted | None] = {}
     refusals = [found for entry in held.entries if (found := _refusal(entry, buckets)) is not None]
     if refusals:
-        more = f" (and {len(refusals) - 1} more entries)" if len(refusals) > 1 else ""
+        more = f" (and {len(refusals) - 1} more)" if len(refusals) > 1 else ""
         yield Finding(
             "cache", Severity.ERROR, "untrusted-entry", f"{refusals[0].message}{more}", "entries that nobody else may write", refusals[0].hint or ""
         )
@@ -203,11 +204,12 @@ def _states(held: LayerEntries) -> Iterator[Finding]:
             "cache", Severity.ERROR, "damaged", f"{path}: damaged entries, each a miss at launch: {', '.join(damaged)}", "entries with status ok", fix
         )
     if counts[Status.QUARANTINED]:
-        what = f"{path}: {counts[Status.QUARANTINED]} quarantined entries, which no launch loads and no warmup makes anew"
+        number = counted(counts[Status.QUARANTINED], "quarantined entry", "quarantined entries")
+        what = f"{path}: {number}, which no launch loads and no warmup makes anew"
         fix = "mlactl cache ls --status quarantined; mlactl cache show KEY says why; mlactl cache rm KEY"
         yield Finding("cache", Severity.WARNING, "quarantined", what, "none", fix)
     if counts[Status.TEMP]:
-        what = f"{path}: {counts[Status.TEMP]} temporaries of writers that did not finish"
+        what = f"{path}: {counted(counts[Status.TEMP], 'temporary', 'temporaries')} of writers that did not finish"
         yield Finding("cache", Severity.NOTICE, "residue", what, "", "mlactl cache prune --status temp")
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from mlactl.doctor.findings import Finding, Severity
+from mlactl.doctor.findings import Finding, Severity, counted
 from mlactl.doctor.gpus import cuda_text
 from mlactl.doctor.situation import Situation, linker
 
@@ -70,7 +70,7 @@ def _against_cache(situation: Situation) -> Iterator[Finding]:
     if here is not None and total:
         others = {tool: number for tool, number in made.items() if tool != here}
         if not others:
-            yield Finding("toolchain", Severity.OK, "cache-toolchain", f"all {total} objects in the cache were made by it")
+            yield Finding("toolchain", Severity.OK, "cache-toolchain", f"{counted(total)} in the cache, all made by it")
             return
         named = "; ".join(f"{number} by {tool.label()}{_parts(tool.distributions, here.distributions)}" for tool, number in others.items())
         what = f"{sum(others.values())} of {total} objects were made by another toolchain, which a lookup here never finds: {named}"

@@ -88,7 +88,18 @@ def test_help_lists_every_command_with_what_it_does(cli):
 def test_every_listed_command_can_be_asked_for_help(cli):
     from mlactl.cli.app import ENTRIES
 
-    assert [entry.name for entry in ENTRIES] == ["warmup", "cache", "profile", "verify-scales", "scales", "replay", "diff", "dcp-ranks", "bench"]
+    assert [entry.name for entry in ENTRIES] == [
+        "warmup",
+        "cache",
+        "profile",
+        "verify-scales",
+        "scales",
+        "replay",
+        "diff",
+        "dcp-ranks",
+        "bench",
+        "doctor",
+    ]
     for entry in ENTRIES:
         done = cli(entry.name, "--help")
         assert done.code == 0, done.stderr

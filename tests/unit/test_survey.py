@@ -15,6 +15,7 @@ from mlactl.cache.survey import Surveyed
 from mlactl.cache.tools import Place, places
 
 KEY = "ab" + "0" * 62
+VLLM = "torch_compile_cache"
 
 
 def paths(environ, tool, cache_dir=None):
@@ -38,7 +39,8 @@ def paths(environ, tool, cache_dir=None):
         ("torch-extensions", {"XDG_CACHE_HOME": "/x", "TORCH_EXTENSIONS_DIR": "/e"}, [("/e", "TORCH_EXTENSIONS_DIR")]),
         ("vllm", {}, [("/home/me/.cache/vllm", "default")]),
         ("vllm", {"XDG_CACHE_HOME": "/x"}, [("/x/vllm", "XDG_CACHE_HOME")]),
-        ("vllm", {"XDG_CACHE_HOME": "/x", "VLLM_CACHE_ROOT": "~/v"}, [(os.path.expanduser("~/v"), "VLLM_CACHE_ROOT")]),
+        ("vllm", {"XDG_CACHE_HOME": "/x", "VLLM_CACHE_ROOT": "~/v"}, [("/home/me/v", "VLLM_CACHE_ROOT")]),
+        ("triton", {"TRITON_CACHE_DIR": "~/c"}, [(f"{Path.cwd()}/~/c", "TRITON_CACHE_DIR")]),
         ("cute-dsl", {"CUTE_DSL_CACHE_DIR": "/d"}, [("/d", "CUTE_DSL_CACHE_DIR")]),
         ("tvm-ffi", {"TVM_FFI_CACHE_DIR": "/f", "XDG_CACHE_HOME": "/x"}, [("/f", "TVM_FFI_CACHE_DIR")]),
         ("tvm-ffi", {"XDG_CACHE_HOME": "/x"}, [("/home/me/.cache/tvm-ffi", "default")]),
@@ -83,7 +85,7 @@ def fill(folder, *files):
     [
         ("triton", "TRITON_CACHE_DIR", ("K1/a.cubin", "K1/a.json", "K2/b.cubin", "stray"), 2, "kernels"),
         ("torch-inductor", "TORCHINDUCTOR_CACHE_DIR", ("fxgraph/ab/fab1/x", "fxgraph/ab/fab1/y", "fxgraph/cd/fcd1/x", "ab/cab.py"), 2, "graphs"),
-        ("vllm", "VLLM_CACHE_ROOT", ("torch_compile_cache/h1/rank_0_0/a.py", "torch_compile_cache/torch_aot_compile/h2/rank_0_0/m", "modelinfos/x.json"), 2, "compilations"),
+        ("vllm", "VLLM_CACHE_ROOT", (f"{VLLM}/h1/rank_0_0/a.py", f"{VLLM}/torch_aot_compile/h2/rank_0_0/m", "modelinfos/x.json"), 2, "compilations"),
         ("flashinfer", "FLASHINFER_CUBIN_DIR", ("a/b.cubin", "a/c.cubin", "checksums.txt"), 2, "kernels"),
         ("cute-dsl", "CUTE_DSL_CACHE_DIR", ("cute_dsl_k.mlir", "pyir_class_facts/1.facts"), 1, "modules"),
         ("torch-extensions", "TORCH_EXTENSIONS_DIR", ("py311_cu130/ext/ext.so", "py311_cu130/ext/ext.o"), 1, "libraries"),
@@ -165,7 +167,7 @@ def test_network_filesystems_are_flagged(tmp_path, monkeypatch):
     assert (look({"TRITON_CACHE_DIR": str(fill(tmp_path / "mine", "a/b"))}, "triton").network) is False
 
 
-@pytest.mark.skipif(not os.path.ismount("/dev/shm"), reason="needs a mount below a folder")
+@pytest.mark.skipif(not Path("/dev/shm").is_mount(), reason="needs a mount below a folder")
 def test_another_filesystem_is_told_and_not_entered():
     place = Place("triton", Path("/dev"), "TRITON_CACHE_DIR", "files", lambda parts: None)
     found = survey._look(place, lambda _: None, 100_000)
