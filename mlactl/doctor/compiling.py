@@ -19,7 +19,10 @@ def check(situation: Situation) -> Iterator[Finding]:
     """What compiles here, and whether lookups and the driver agree with it."""
     yield from _compiler(situation)
     yield from _linker(situation)
-    if disassembler() is None:
+    found = disassembler()
+    if found is not None:
+        yield Finding("toolchain", Severity.OK, "disassembler", f"nvdisasm: {found}")
+    else:
         what = "nvdisasm was found neither in the package nvidia-cuda-nvdisasm nor in PATH: cache audit cannot read machine code"
         yield Finding("toolchain", Severity.WARNING, "disassembler", what, "nvdisasm 13 or newer", "pip install nvidia-cuda-nvdisasm")
     yield from _against_cache(situation)

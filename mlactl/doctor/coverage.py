@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mlactl import profiles as profile_files
@@ -66,13 +66,27 @@ def check(situation: Situation, chosen: Chosen, scales: Path | None) -> Iterator
     if not chosen.profiles and not chosen.bad:
         what = "no profile was asked for, and the cache holds no object of a known one: coverage was not checked"
         yield Finding("profiles", Severity.NOTICE, "no-profile", what, "", "mlactl doctor --profile NAME; mlactl profile ls")
-    for name, profile in chosen.profiles:
-        for arch in situation.arches:
-            if situation.store is not None:
-                yield from _covered(situation, situation.store, name, profile, arch, scales)
+    if situation.store is None:
+        return
+    for arch in situation.arches:
+        found = [list(_covered(situation, situation.store, name, profile, arch, scales, named=chosen.asked)) for name, profile in chosen.profiles]
+        for findings in found if chosen.asked else _begun(found):
+            yield from findings
 
 
-def _covered(situation: Situation, store: Store, name: str, profile: Profile, arch: str, scales: Path | None) -> Iterator[Finding]:
+def _begun(found: Sequence[Sequence[Finding]]) -> Iterator[list[Finding]]:
+    """Findings of profiles that nobody asked for: deployments share objects, so one that is warm begins others unasked.
+
+    What those miss is a notice beside a profile that is complete, and a warning when none is.
+    """
+    complete = any(finding.check == "coverage" for findings in found for finding in findings)
+    severity = Severity.NOTICE if complete else Severity.WARNING
+    for findings in found:
+        yield [replace(finding, severity=severity) if finding.check in ("missing-objects", "not-built") else finding for finding in findings]
+
+
+def _covered(situation: Situation, store: Store, name: str, profile: Profile, arch: str, scales: Path | None, *, named: bool) -> Iterator[Finding]:
+    """One profile on one target; `named` names the objects that are missing."""
     file = file_for(situation, profile, scales)
     fix = f"mlactl warmup --profile {shlex.quote(name)} --arch {arch}" + (f" --scales {shlex.quote(str(file))}" if file is not None else "")
     try:
@@ -95,7 +109,8 @@ def _covered(situation: Situation, store: Store, name: str, profile: Profile, ar
         yield Finding("profiles", severity, "untrusted-objects", what, "objects that nobody else may write", refused[0].hint or "ls -ld")
     if by_state[MISSING]:
         also = f"; {situation.obstacle}" if situation.obstacle is not None else ""
-        what = f"{warm}, {len(by_state[MISSING])} missing: {_named(by_state[MISSING])}{also}"
+        which = f": {_named(by_state[MISSING])}{also}" if named else ""
+        what = f"{warm}, {len(by_state[MISSING])} missing{which}"
         yield Finding("profiles", situation.missing(), "missing-objects", what, "all of them, before serving", fix)
     if by_state[NOT_BUILT]:
         what = (

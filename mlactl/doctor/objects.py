@@ -27,7 +27,8 @@ def _of(situation: Situation, arch: str) -> Finding:
         others = sorted({entry.manifest.arch for entry in good if entry.manifest is not None})
         if others:
             # Warmed for another card: a server here was meant to find its objects, and would find none.
-            severity = Severity.ERROR if situation.build_node else Severity.FATAL
+            # With objects for another of its cards, the node can launch on that one.
+            severity = Severity.ERROR if situation.build_node or set(others) & set(situation.arches) else Severity.FATAL
             what = f"no object for {arch}; there are objects for {', '.join(others)}, which never load on it"
             return Finding("objects", severity, "no-object", what, f"objects for {arch}", warm)
         what = f"no object for {arch}: the cache is empty"

@@ -39,6 +39,7 @@ def imported(cli, *arguments, env=None):
         ("cache", "--help"),
         ("cache", "ls"),
         ("cache", "ls", "--json"),
+        ("cache", "ls", "--all-roots"),
         ("cache", "stats"),
         ("cache", "dir"),
         ("cache", "prune", "--dry-run"),
@@ -50,6 +51,7 @@ def imported(cli, *arguments, env=None):
         ("warmup", "--profile", "ci-small", "--arch", "sm_120a", "--check"),
         ("warmup", "--profile", "ci-small", "--arch", "sm_120a", "--dry-run"),
         ("verify-scales", "--help"),
+        ("doctor", "--no-gpu", "--profile", "ci-small"),
     ],
     ids=" ".join,
 )

@@ -68,6 +68,7 @@ def test_a_toolchain_that_made_the_whole_cache_is_fine(root, monkeypatch):
     assert [finding.what for finding in found] == [
         "nvidia-cutlass-dsl 4.8.1 cu13, tvm-ffi 0.1",
         "GNU ld 2.44",
+        "nvdisasm: /usr/bin/nvdisasm",
         "1 object in the cache, all made by it",
         "CUDA 13.0 of the driver fits cu13 objects",
     ]
@@ -399,6 +400,7 @@ def test_a_cache_for_another_card_is_fatal(root):
     assert (found.expected, found.fix) == ("objects for sm_121a", "mlactl warmup --profile NAME --arch sm_121a")
     (found,) = objects.check(at(root, build_node=True, arches=("sm_121a",)))
     assert found.severity is Severity.ERROR
+    assert [finding.severity.value for finding in objects.check(at(root, of=node(PRO_6000, SPARK)))] == ["ok", "error"]
 
 
 def test_an_empty_cache_is_as_bad_as_compiling_is_impossible(root, monkeypatch):

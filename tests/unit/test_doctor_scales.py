@@ -279,6 +279,21 @@ def test_profiles_begun_are_found_by_what_is_warm(root):
     assert all(spec in profile.specs() for _, profile in chosen.profiles)
     assert GLM not in [name for name, _ in chosen.profiles]
     assert coverage.choose(at(root, arches=("sm_121a",)), ()).profiles == ()
+    # Nobody asked for them: none of them is complete, which is worth a warning and proves no launch impossible.
+    assert {(finding.severity.value, finding.check) for finding in covered(at(root))} == {("warning", "missing-objects")}
+
+
+def test_a_complete_profile_makes_those_it_shares_objects_with_a_notice(root, monkeypatch):
+    """Two deployments of one model share objects: serving the one must not warn of the other for ever."""
+    from mlactl.warmup.plan import MISSING, PRESENT, Item
+
+    put(root, DENSE_MERGE.spec(groups=8, value_width=512))
+    small = load("ci-small").specs()
+    monkeypatch.setattr(coverage, "look_up", lambda spec, arch, store: Item(spec, arch, None, PRESENT if spec in small else MISSING, None))
+    found = {finding.what.split()[1]: finding for finding in covered(at(root))}
+    assert len(found) > 1
+    assert found.pop("ci-small").severity.value == "ok"
+    assert {(finding.severity.value, finding.check) for finding in found.values()} == {("notice", "missing-objects")}
 
 
 def test_a_profile_that_is_wrong_is_a_finding_and_one_that_is_not_there_an_error(root, tmp_path):
