@@ -39,6 +39,10 @@ def nvml(cards, *, failing=(), modes=(), mig=(), driver="580.95.05", cuda=13000)
             raise NVMLError("GPU is lost")
         return index
 
+    def compute_mode(index):
+        called("mode", index)
+        return dict(modes).get(index, 0)
+
     def mig_mode(index):
         if index not in mig:
             raise NVMLError("Not Supported")
@@ -59,6 +63,6 @@ def nvml(cards, *, failing=(), modes=(), mig=(), driver="580.95.05", cuda=13000)
         nvmlDeviceGetHandleByIndex=handle,
         nvmlDeviceGetCudaComputeCapability=lambda index: cards[index][1],
         nvmlDeviceGetName=lambda index: cards[index][0],
-        nvmlDeviceGetComputeMode=lambda index: dict(modes).get(index, 0),
+        nvmlDeviceGetComputeMode=compute_mode,
         nvmlDeviceGetMigMode=mig_mode,
     )

@@ -69,7 +69,15 @@ def _ours(environ: Mapping[str, str], cache_dir: str | None) -> list[Place]:
 
 def _b12x(environ: Mapping[str, str]) -> list[Place]:
     return [
-        Place("b12x", _absolute(item.path), item.variable, "objects", _b12x_entry, "mlactl cache prune --root-kind b12x", item.era)
+        Place(
+            "b12x",
+            _absolute(item.path),
+            DEFAULT if item.variable == "HOME" else item.variable,
+            "objects",
+            _b12x_entry,
+            "mlactl cache prune --root-kind b12x",
+            item.era,
+        )
         for item in b12x.candidates(environ)
     ]
 

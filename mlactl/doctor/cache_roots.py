@@ -42,7 +42,7 @@ def check(situation: Situation) -> Iterator[Finding]:
     for held in situation.layers:
         found = list(_layer(situation, held))
         yield from found
-        if not any(finding.counts for finding in found) and held.layer.path.is_dir():
+        if not any(finding.counts for finding in found) and os.path.isdir(held.layer.path):  # noqa: PTH112
             yield Finding("cache", Severity.OK, "root", _described(held))
     yield from _foreign(situation)
 
@@ -58,7 +58,7 @@ def _described(held: LayerEntries) -> str:
 def _layer(situation: Situation, held: LayerEntries) -> Iterator[Finding]:
     layer = held.layer
     yield from _filesystem(layer)
-    if not layer.path.is_dir():
+    if not os.path.isdir(layer.path):  # noqa: PTH112  Path.is_dir raises below a folder that may not be entered
         yield from _absent(situation, layer)
         return
     yield from _readable(held)
@@ -85,7 +85,7 @@ def _filesystem(layer: Layer) -> Iterator[Finding]:
 
 
 def _absent(situation: Situation, layer: Layer) -> Iterator[Finding]:
-    if os.path.lexists(layer.path):
+    if not _gone(layer.path):
         what = f"{trust.describe(layer.path)} is no folder that can be entered"
         yield Finding("cache", Severity.ERROR, "root-unreadable", what, "a folder", f"ls -ld {layer.path}")
     elif layer.writable:
@@ -97,6 +97,17 @@ def _absent(situation: Situation, layer: Layer) -> Iterator[Finding]:
     else:
         what = f"the read-only layer {layer.path} does not exist"
         yield Finding("cache", Severity.WARNING, "layer-absent", what, "a cache", "mount it, or take it out of MLACTL_CACHE_DIR")
+
+
+def _gone(path: Path) -> bool:
+    """Whether nothing is there, as against something that this user may not look at."""
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        pass
+    return False
 
 
 def _readable(held: LayerEntries) -> Iterator[Finding]:
@@ -215,12 +226,19 @@ def _states(held: LayerEntries) -> Iterator[Finding]:
 
 def _foreign(situation: Situation) -> Iterator[Finding]:
     """b12x roots that exist: their filesystem, and whether several eras left one each."""
-    present = [item for item in b12x.candidates(situation.environ) if item.path.is_dir()]
+    present = [item for item in b12x.candidates(situation.environ) if os.path.isdir(item.path)]  # noqa: PTH112
     for item in present:
         kind = roots.filesystem(item.path)
         if roots.is_network(kind):
             what = f"the b12x cache {item.path} is on a network filesystem ({kind})"
-            yield Finding("cache", Severity.WARNING, "network", what, "a local folder", f"{item.variable}=DIR" if item.variable != "default" else "")
+            yield Finding(
+                "cache",
+                Severity.WARNING,
+                "network",
+                what,
+                "a local folder",
+                f"{item.variable}=DIR" if item.variable != "HOME" else "B12X_COMPILE_CACHE_DIR=DIR",
+            )
     if len({os.path.realpath(item.path) for item in present}) > 1:
         named = ", ".join(f"{item.path} ({item.era})" for item in present)
         what = f"b12x left caches of several eras, of which a release reads one: {named}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,20 +66,23 @@ def ask_through(nvml: Any) -> Node:
     except nvml.NVMLError as error:
         return Node(None, None, (), str(error))
     finally:
-        nvml.nvmlShutdown()
+        with suppress(nvml.NVMLError):
+            nvml.nvmlShutdown()
 
 
 def _gpu(nvml: Any, index: int) -> Gpu:
     try:
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
         major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
-        name, mode = _text(nvml.nvmlDeviceGetName(handle)), int(nvml.nvmlDeviceGetComputeMode(handle))
+        name = _text(nvml.nvmlDeviceGetName(handle))
     except nvml.NVMLError as error:
         return Gpu(index, f"GPU {index}", None, problem=str(error))
-    try:
+    # Most cards cannot be divided, and an integrated one has no compute mode either: then NVML answers "not supported".
+    mig, mode = False, 0
+    with suppress(nvml.NVMLError):
+        mode = int(nvml.nvmlDeviceGetComputeMode(handle))
+    with suppress(nvml.NVMLError):
         mig = nvml.nvmlDeviceGetMigMode(handle)[0] == 1
-    except nvml.NVMLError:
-        mig = False  # most cards cannot be divided
     return Gpu(index, name, (int(major), int(minor)), mig, mode)
 
 

@@ -9,7 +9,6 @@ from mlactl.cache import key as keys
 from mlactl.cache.store import Entry
 from mlactl.doctor.findings import Finding, Severity, counted
 from mlactl.doctor.situation import Situation
-from mlactl.errors import MlactlError
 from mlactl.kernels import registry
 
 
@@ -60,8 +59,7 @@ def _reasons(situation: Situation, entry: Entry) -> list[str]:
         return [f"this release has no kernel {manifest.spec.kernel_id}"]
     if declared.version != manifest.spec.version:
         return [f"{manifest.spec.kernel_id} is version {declared.version} here"]
-    try:
-        inputs = keys.inputs_for(manifest.spec, manifest.arch, situation.toolchain or manifest.toolchain)
-    except MlactlError as error:
-        return [error.message]
+    inputs = situation.inputs_here(manifest)
+    if isinstance(inputs, str):
+        return [inputs]
     return [f"another {name}" for name, _, _ in keys.differences(manifest.key_inputs(), inputs)]

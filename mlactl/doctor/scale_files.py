@@ -161,7 +161,7 @@ def _own_roots(situation: Situation, file: Named, profiles: Sequence[Profile]) -
 def _b12x_roots(situation: Situation, file: Named) -> Iterator[Finding]:
     """From facts alone: b12x up to 1.5.1 plans with a scale and lands on the identity entry."""
     for root in b12x.candidates(situation.environ):
-        if not root.path.is_dir():
+        if not os.path.isdir(root.path):  # noqa: PTH112  Path.is_dir raises below a folder that may not be entered
             continue
         try:
             held = split_variants(open_cache(str(root.path), "b12x").entries())
@@ -176,7 +176,8 @@ def _b12x_roots(situation: Situation, file: Named) -> Iterator[Finding]:
                 f"{root.path} holds only identity entries of {kind.kernel_id} {kind.version}{for_arch}: "
                 f"a server that sets {file.path} and runs them serves without the restore"
             )
-            fix = f"serve from mlactl's objects (mlactl warmup --profile NAME --scales {file.path}), or without a scale file and identity-scaled KV"
+            ours = f"serve from mlactl's objects: mlactl warmup --profile NAME --scales {file.path}"
+            fix = f"{ours}; or unset {VARIABLE} where the KV cache is written without one"
             yield Finding("scales", Severity.ERROR, "b12x-identity-only", what, f"entries with {IDENTITY_FACT}=0 beside them", fix)
         if held and not lacking:
             yield Finding("scales", Severity.OK, "b12x-variants", f"{root.path} holds dynamic entries of every kernel that has identity ones")

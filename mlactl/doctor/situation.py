@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 from mlactl.cache import key as keys
 from mlactl.cache import publish
 from mlactl.cache import toolchain as toolchains
+from mlactl.cache.key import KeyInputs
+from mlactl.cache.manifest import Manifest
 from mlactl.cache.roots import Layer
 from mlactl.cache.store import Entry, Status, Store
 from mlactl.cache.toolchain import Toolchain
@@ -17,6 +19,7 @@ from mlactl.doctor.node import Node
 from mlactl.errors import MlactlError
 from mlactl.kernels import registry
 from mlactl.kernels.compiler import CODE_VARIABLES
+from mlactl.kernels.spec import CompileSpec
 from mlactl.warmup.arches import DEFAULT_ARCH
 
 
@@ -49,6 +52,7 @@ class Situation:
     absence: str
     obstacle: str | None
     arches: tuple[str, ...]
+    _here: dict[tuple[CompileSpec, str, Toolchain], KeyInputs | str] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def good(self) -> tuple[Entry, ...]:
@@ -61,14 +65,18 @@ class Situation:
 
     def findable(self, entry: Entry) -> bool:
         """Whether a lookup here computes this entry's key: same sources, options, host architecture and toolchain."""
-        manifest = entry.manifest
-        if manifest is None:
-            return False
-        try:
-            registry.validate(manifest.spec)
-            return keys.inputs_for(manifest.spec, manifest.arch, self.toolchain or manifest.toolchain).key() == entry.key
-        except MlactlError:
-            return False  # a kernel or a fact that this release does not declare
+        return entry.manifest is not None and entry.manifest.key_inputs() == self.inputs_here(entry.manifest)
+
+    def inputs_here(self, manifest: Manifest) -> KeyInputs | str:
+        """What this release would make the same object from, or why it would not; sources are read once for many entries."""
+        wanted = (manifest.spec, manifest.arch, self.toolchain or manifest.toolchain)
+        if wanted not in self._here:
+            try:
+                registry.validate(manifest.spec)
+                self._here[wanted] = keys.inputs_for(*wanted)
+            except MlactlError as error:
+                self._here[wanted] = error.message
+        return self._here[wanted]
 
 
 def gather(

@@ -298,6 +298,25 @@ def test_a_root_that_cannot_be_read_or_written(root, tmp_path):
     assert "('fatal', 'root-unwritable'" in as_nobody(lambda: told(cache_roots.check(at(root, build_node=True))))
 
 
+@as_root
+def test_roots_below_a_folder_that_may_not_be_entered(root, tmp_path):
+    """Path.is_dir raises there: a doctor that crashes on a permission problem is none."""
+    let_through(tmp_path)
+    closed = tmp_path / "closed"
+    (closed / "cache").mkdir(parents=True)
+    closed.chmod(0o700)
+    home = {"HOME": str(closed), "MLACTL_FROZEN": "1"}
+
+    def whole(environ=home):
+        from mlactl.doctor.examination import Request, diagnose
+
+        report = diagnose(Request(cache_dir=f"{closed}/cache:{closed}/layer"), environ, node=node(PRO_6000))
+        return [(f.severity.value, f.check, f.what) for f in report.findings if f.check == "root-unreadable"]
+
+    words = f"{closed}/cache (in {closed}: owner root (uid 0), mode 0700) is no folder that can be entered"
+    assert as_nobody(whole) == repr([("error", "root-unreadable", words), ("error", "root-unreadable", words.replace("/cache (", "/layer ("))])
+
+
 def test_a_bucket_that_cannot_be_looked_at(root, tmp_path):
     key = put(root, MERGE)
     bucket = root / "v1" / key[:2]

@@ -41,6 +41,11 @@ def test_a_lost_gpu_does_not_hide_the_others():
     assert bad(ask_through(nvml([None])))[1] == ("fatal", "no-gpu", "no GPU answers, so a launch could not work here")
 
 
+def test_a_card_that_has_no_compute_mode_is_a_card():
+    """Integrated GPUs answer "not supported" to what discrete ones have."""
+    assert ask_through(nvml([SPARK], failing=(("mode", 0),))).gpus == (Gpu(0, SPARK[0], (12, 1)),)
+
+
 def test_this_machine_is_asked_without_an_error():
     """The real library, or its absence: either way an answer."""
     found = ask()

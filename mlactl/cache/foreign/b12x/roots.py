@@ -9,7 +9,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One root folder, the variable that names it (`default` when none does) and the era that looks there."""
+    """One root folder, the variable that names it (`HOME` for the default place) and the era that looks there."""
 
     path: Path
     variable: str
@@ -34,5 +34,5 @@ def candidates(environ: Mapping[str, str]) -> tuple[Candidate, ...]:
         elif xdg:
             found.append(Candidate(Path(xdg) / name / folder, "XDG_CACHE_HOME", era))
         else:
-            found.append(Candidate(home / ".cache" / name / folder, "default", era))
+            found.append(Candidate(home / ".cache" / name / folder, "HOME", era))
     return tuple(found)
