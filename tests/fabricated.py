@@ -37,7 +37,8 @@ def b12x_entry(root: Path, kernel: str, version: int, facts: dict[str, object], 
     """Writes an entry as b12x 1.5.1 does (schema `b12x._lib.compile_manifest.v3`, format v7) and returns its key."""
     spec = json.dumps({"facts": [[name, value] for name, value in facts.items()], "kernel": kernel, "version": version}, separators=(",", ":"))
     spec_hash, kwargs_hash = sha256(spec.encode()).hexdigest(), sha256(b"{}").hexdigest()
-    target = ("method", ("b12x.attention._shared.mla.kernel", "UnifiedDecodeKernel.call_pertok", "b12x:" + "98" * 32))
+    module, name = "b12x.attention._shared.mla.kernel", "UnifiedDecodeKernel.call_pertok"
+    target = ("method", (module, name, "b12x:" + "98" * 32))
     toolchain = (("python", "cpython", (3, 11, 7)), ("torch", "2.13.0"), ("cutlass_dsl", "4.8.1"))
     options, environment = ("--enable-tvm-ffi",), (("CUTE_DSL_ARCH", ""),)
     payload = (
@@ -45,12 +46,14 @@ def b12x_entry(root: Path, kernel: str, version: int, facts: dict[str, object], 
         spec_hash, spec, kwargs_hash, "{}", options, environment,
     )  # fmt: skip
     key = sha256(repr(payload).encode()).hexdigest()
+    launch = {"source": "cutlass-final-llvm-launch-config-field-2", "status": "exact", "launch_dynamic_smem_bytes": {"kernel": [79232]}}
     manifest = {
         "schema": "b12x._lib.compile_manifest.v3", "cache_key": key, "cache_format": payload[0], "cache_payload": payload,
         "cache_payload_repr": repr(payload), "object_sha256": sha256(data).hexdigest(), "object_bytes": len(data),
-        "semantic_key": sha256(spec.encode()).hexdigest(), "semantic_payload": [], "target": target, "target_identity": target[1][0],
+        "semantic_key": sha256(spec.encode()).hexdigest(), "semantic_payload": {}, "target": f"{module}.{name}",
+        "target_identity": {"kind": "method", "module": module, "qualname": name},
         "package_fingerprint": "98" * 32, "toolchain": toolchain, "compile_options": options, "compile_environment": environment,
-        "launch_metadata": {"status": "exact", "launch_dynamic_smem_bytes": {"kernel": [79232]}}, "artifact_evidence_sha256": "00" * 32,
+        "launch_metadata": launch, "artifact_evidence_sha256": "00" * 32,
         "compile_spec_hash": spec_hash, "compile_spec_json": spec, "compile_kwargs_hash": kwargs_hash, "compile_kwargs_json": "{}",
         "kernel_id": kernel, "compile_spec_version": version,
     }  # fmt: skip
