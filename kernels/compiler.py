@@ -17,7 +17,7 @@ from mlactl.kernels import registry
 from mlactl.kernels.errors import CompileFailed, EnvironmentUnfit
 from mlactl.kernels.spec import ARCHES, CompileSpec
 
-_CODE_VARIABLES = (
+CODE_VARIABLES = (
     "CUTE_DSL_AUTO_M2S",
     "CUTE_DSL_COMPILER_BACKEND",
     "CUTE_DSL_COMPILER_OPT",
@@ -72,7 +72,7 @@ def load_export_libraries() -> str:
 
 def refuse_code_variables() -> None:
     """Raises EnvironmentUnfit when the environment would change the machine code behind the cache key's back."""
-    found = [f"{name}={os.environ[name]}" for name in _CODE_VARIABLES if os.environ.get(name)]
+    found = [f"{name}={os.environ[name]}" for name in CODE_VARIABLES if os.environ.get(name)]
     if found:
         raise EnvironmentUnfit(
             f"{', '.join(found)} would change the machine code without changing its key", hint=f"unset {found[0].partition('=')[0]}"

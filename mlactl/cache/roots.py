@@ -110,17 +110,17 @@ def warnings(roots: Roots, mountinfo: Path = Path("/proc/self/mountinfo")) -> li
     found = []
     for layer in roots.layers:
         kind = filesystem(layer.path, mountinfo)
-        if kind in _NETWORK_FILESYSTEMS or kind.removeprefix("fuse.") in _NETWORK_FUSE:
+        if is_network(kind):
             found.append(
                 f"{layer.path} is on a network filesystem ({kind}): locks and renames may not hold between machines; prefer a local MLACTL_CACHE_DIR"
             )
-        closed = _closed_above(layer.path)
+        closed = closed_above(layer.path)
         if closed is not None:
             found.append(f"{layer.path} is shared, but {closed} above it lets no other user through; share a root elsewhere")
     return found
 
 
-def _closed_above(path: Path) -> Path | None:
+def closed_above(path: Path) -> Path | None:
     """For a root that others may read, the nearest folder above that keeps them from reaching it."""
     try:
         if path.stat().st_mode & 0o005 != 0o005:
@@ -128,6 +128,11 @@ def _closed_above(path: Path) -> Path | None:
         return next((parent for parent in path.parents if not parent.stat().st_mode & 0o001), None)
     except OSError:
         return None
+
+
+def is_network(kind: str) -> bool:
+    """Whether a filesystem type keeps its files on another machine."""
+    return kind in _NETWORK_FILESYSTEMS or kind.removeprefix("fuse.") in _NETWORK_FUSE
 
 
 def filesystem(path: Path, mountinfo: Path = Path("/proc/self/mountinfo")) -> str:

@@ -51,7 +51,7 @@ def check_folders(bucket: str, root: str) -> None:
 def check(path: str | Path, info: os.stat_result, *, sticky_ok: bool = False) -> None:
     """Checks owner and mode of one file or folder; raises Untrusted."""
     if info.st_uid not in (0, os.geteuid()):
-        raise _untrusted(path, info, f"expected it to be owned by root or by {_user(os.geteuid())}")
+        raise _untrusted(path, info, f"expected it to be owned by root or by {user_name(os.geteuid())}")
     if stat.S_ISLNK(info.st_mode):
         return  # a link has no mode of its own; its owner and its folder are checked
     if info.st_mode & 0o022 and not (sticky_ok and info.st_mode & stat.S_ISVTX):
@@ -66,7 +66,7 @@ def describe(path: str | Path) -> str:
             info = probe.stat()
         except OSError:
             continue  # missing, or below a folder that this user may not enter: that folder is the one to name
-        what = f"owner {_user(info.st_uid)}, mode {stat.S_IMODE(info.st_mode):04o}"
+        what = f"owner {user_name(info.st_uid)}, mode {stat.S_IMODE(info.st_mode):04o}"
         return f"{path} ({what})" if probe == path else f"{path} (in {probe}: {what})"
     return str(path)
 
@@ -75,12 +75,13 @@ def _untrusted(path: str | Path, info: os.stat_result, expected: str) -> Untrust
     mode = stat.S_IMODE(info.st_mode)
     fix = f"chmod go-w {path}" if info.st_uid in (0, os.geteuid()) else "use a cache of your own (MLACTL_CACHE_DIR)"
     return Untrusted(
-        f"{path} is not trusted: owner {_user(info.st_uid)}, mode {mode:04o}; {expected}, because loading an object runs its code",
+        f"{path} is not trusted: owner {user_name(info.st_uid)}, mode {mode:04o}; {expected}, because loading an object runs its code",
         hint=f"{fix}, or name the root in MLACTL_TRUST_ROOT if this is meant",
     )
 
 
-def _user(uid: int) -> str:
+def user_name(uid: int) -> str:
+    """`alice (uid 1000)`, or the number alone where the user database has no name for it."""
     try:
         return f"{pwd.getpwuid(uid).pw_name} (uid {uid})"
     except KeyError:

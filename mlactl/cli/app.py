@@ -70,6 +70,7 @@ ENTRIES = (
     _Entry("diff", "mlactl.cli.diff:diff", "Compare two outputs or captures"),
     _Entry("dcp-ranks", "mlactl.cli.dcp:dcp", "One rank of torchrun -m mlactl.replay.dcp", hidden=True),
     _Entry("bench", "mlactl.cli.bench:app", "Time the arms of the verify plan, correctness first"),
+    _Entry("doctor", "mlactl.cli.doctor:doctor", "Check GPUs, toolchain, cache roots, environment, scale files and profiles"),
 )
 
 

@@ -16,6 +16,16 @@ def present_arches() -> tuple[str, ...]:
     return tuple(dict.fromkeys(_BY_CAPABILITY[capability] for capability in _capabilities() if capability in _BY_CAPABILITY))
 
 
+def arch_of(capability: tuple[int, int]) -> str | None:
+    """Target for one compute capability, None for one that no object is made for."""
+    return _BY_CAPABILITY.get(capability)
+
+
+def supported() -> str:
+    """The capabilities there are objects for, in words: `12.0 (sm_120a), …`."""
+    return ", ".join(f"{major}.{minor} ({arch})" for (major, minor), arch in _BY_CAPABILITY.items())
+
+
 def _capabilities() -> list[tuple[int, int]]:
     """Compute capability of each GPU, through NVML (nvml.h): unlike the CUDA driver it makes no context."""
     try:

@@ -39,6 +39,7 @@ def imported(cli, *arguments, env=None):
         ("cache", "--help"),
         ("cache", "ls"),
         ("cache", "ls", "--json"),
+        ("cache", "ls", "--all-roots"),
         ("cache", "stats"),
         ("cache", "dir"),
         ("cache", "prune", "--dry-run"),
@@ -50,6 +51,7 @@ def imported(cli, *arguments, env=None):
         ("warmup", "--profile", "ci-small", "--arch", "sm_120a", "--check"),
         ("warmup", "--profile", "ci-small", "--arch", "sm_120a", "--dry-run"),
         ("verify-scales", "--help"),
+        ("doctor", "--no-gpu", "--profile", "ci-small"),
     ],
     ids=" ".join,
 )
@@ -88,7 +90,18 @@ def test_help_lists_every_command_with_what_it_does(cli):
 def test_every_listed_command_can_be_asked_for_help(cli):
     from mlactl.cli.app import ENTRIES
 
-    assert [entry.name for entry in ENTRIES] == ["warmup", "cache", "profile", "verify-scales", "scales", "replay", "diff", "dcp-ranks", "bench"]
+    assert [entry.name for entry in ENTRIES] == [
+        "warmup",
+        "cache",
+        "profile",
+        "verify-scales",
+        "scales",
+        "replay",
+        "diff",
+        "dcp-ranks",
+        "bench",
+        "doctor",
+    ]
     for entry in ENTRIES:
         done = cli(entry.name, "--help")
         assert done.code == 0, done.stderr

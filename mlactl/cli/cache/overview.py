@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from mlactl.cli import hints, options
 from mlactl.cli.cache import rendering
 from mlactl.cli.cache.rendering import counted
+from mlactl.cli.cache.survey import list_roots
+from mlactl.errors import UsageError
 from mlactl.ui.output import ROW_LIMIT, Column, Mode, Output, bytes_text
 
 if TYPE_CHECKING:
@@ -26,6 +30,7 @@ def ls(
     arch: options.ArchOption = None,
     status: rendering.StatusFilter = None,
     show_all: options.AllOption = False,
+    all_roots: Annotated[bool, typer.Option("--all-roots", help="Every compile cache of this node, other tools' included")] = False,
     root_kind: options.RootKindOption = options.RootKindChoice.AUTO,
     cache_dir: options.CacheDirOption = None,
     output: options.OutputOption = None,
@@ -36,6 +41,11 @@ def ls(
     from mlactl.cache import listing
 
     out = hints.make_output(output, json, quiet, cache_dir, root_kind)
+    if all_roots:
+        if kernel or arch or status:
+            raise UsageError("--all-roots lists roots, which --kernel, --arch and --status do not filter", hint="mlactl cache ls --all-roots")
+        list_roots(out, cache_dir, show_all)
+        return
     kernels, statuses = rendering.checked_kernels(kernel), rendering.checked_statuses(status)
     cache = rendering.open_cache(out, cache_dir, root_kind)
     filters = listing.Filters(kernels, rendering.checked_arches(cache, arch), statuses)

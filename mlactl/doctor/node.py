@@ -1,0 +1,90 @@
+"""What the driver's management library (NVML) says of a node's GPUs; unlike the CUDA driver it makes no context."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from mlactl.warmup.arches import arch_of
+
+EXCLUSIVE, PROHIBITED = 3, 2
+"""NVML_COMPUTEMODE_EXCLUSIVE_PROCESS and NVML_COMPUTEMODE_PROHIBITED of nvml.h."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU. `capability` is None when it cannot be asked, and `problem` then says why."""
+
+    index: int
+    name: str
+    capability: tuple[int, int] | None
+    mig: bool = False
+    compute_mode: int = 0
+    problem: str = ""
+
+    @property
+    def arch(self) -> str | None:
+        """The target of objects for it; None for a capability that no object is made for."""
+        return None if self.capability is None else arch_of(self.capability)
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """Driver and GPUs. `cuda` is the CUDA version the driver supports, 13010 for 13.1; `problem` says why nothing is known."""
+
+    driver: str | None
+    cuda: int | None
+    gpus: tuple[Gpu, ...]
+    problem: str = ""
+
+    @property
+    def arches(self) -> tuple[str, ...]:
+        """Targets of the GPUs, without repeats."""
+        return tuple(dict.fromkeys(gpu.arch for gpu in self.gpus if gpu.arch is not None))
+
+
+def ask() -> Node:
+    """Asks NVML through nvidia-ml-py; every failure is told in the result, none is raised."""
+    try:
+        import pynvml
+    except ImportError:
+        return Node(None, None, (), "nvidia-ml-py is not installed: pip install nvidia-ml-py")
+    return ask_through(pynvml)
+
+
+def ask_through(nvml: Any) -> Node:
+    """The same through a module with nvidia-ml-py's functions."""
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError as error:
+        return Node(None, None, (), str(error))
+    try:
+        count = nvml.nvmlDeviceGetCount()
+        gpus = tuple(_gpu(nvml, index) for index in range(count))
+        return Node(_text(nvml.nvmlSystemGetDriverVersion()), nvml.nvmlSystemGetCudaDriverVersion_v2(), gpus)
+    except nvml.NVMLError as error:
+        return Node(None, None, (), str(error))
+    finally:
+        with suppress(nvml.NVMLError):
+            nvml.nvmlShutdown()
+
+
+def _gpu(nvml: Any, index: int) -> Gpu:
+    try:
+        handle = nvml.nvmlDeviceGetHandleByIndex(index)
+        major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
+        name = _text(nvml.nvmlDeviceGetName(handle))
+    except nvml.NVMLError as error:
+        return Gpu(index, f"GPU {index}", None, problem=str(error))
+    # Most cards cannot be divided, and an integrated one has no compute mode either: then NVML answers "not supported".
+    mig, mode = False, 0
+    with suppress(nvml.NVMLError):
+        mode = int(nvml.nvmlDeviceGetComputeMode(handle))
+    with suppress(nvml.NVMLError):
+        mig = nvml.nvmlDeviceGetMigMode(handle)[0] == 1
+    return Gpu(index, name, (int(major), int(minor)), mig, mode)
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else value

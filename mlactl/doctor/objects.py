@@ -1,0 +1,65 @@
+"""Is there an object for this node's GPUs that a lookup here finds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from mlactl.cache import key as keys
+from mlactl.cache.store import Entry
+from mlactl.doctor.findings import Finding, Severity, counted
+from mlactl.doctor.situation import Situation
+from mlactl.kernels import registry
+
+
+def check(situation: Situation) -> Iterator[Finding]:
+    """One finding for each target of this node."""
+    for arch in situation.arches:
+        yield _of(situation, arch)
+
+
+def _of(situation: Situation, arch: str) -> Finding:
+    warm = f"mlactl warmup --profile NAME --arch {arch}"
+    good = situation.good
+    here = [entry for entry in good if entry.manifest is not None and entry.manifest.arch == arch]
+    if not here:
+        others = sorted({entry.manifest.arch for entry in good if entry.manifest is not None})
+        if others:
+            # Warmed for another card: a server here was meant to find its objects, and would find none.
+            # With objects for another of its cards, the node can launch on that one.
+            severity = Severity.ERROR if situation.build_node or set(others) & set(situation.arches) else Severity.FATAL
+            what = f"no object for {arch}; there are objects for {', '.join(others)}, which never load on it"
+            return Finding("objects", severity, "no-object", what, f"objects for {arch}", warm)
+        what = f"no object for {arch}: the cache is empty"
+        if situation.obstacle is not None and not situation.build_node:
+            return Finding("objects", Severity.FATAL, "no-object", f"{what}, and {situation.obstacle}", f"objects for {arch}", warm)
+        if situation.build_node:
+            return Finding("objects", Severity.WARNING, "no-object", f"{what}, nothing is warmed yet", f"objects for {arch}", warm)
+        return Finding("objects", Severity.ERROR, "no-object", f"{what}, so every first launch would compile", f"objects for {arch}", warm)
+    found = [entry for entry in here if situation.findable(entry)]
+    if found:
+        rest = len(here) - len(found)
+        also = f", and {rest} that it does not (mlactl cache prune --dry-run, --stale)" if rest else ""
+        return Finding("objects", Severity.OK, "objects", f"{counted(len(found))} for {arch} that a lookup here finds{also}")
+    reasons = Counter(reason for entry in here for reason in _reasons(situation, entry))
+    named = ", ".join(reason for reason, _ in reasons.most_common(3))
+    also = f"; {situation.obstacle}" if situation.obstacle is not None else ""
+    what = f"{counted(len(here))} for {arch}, none of which a lookup here finds: {named}{also}"
+    return Finding(
+        "objects", situation.missing(), "not-found", what, "objects of this release and toolchain", f"{warm}; mlactl cache why {here[0].key[:12]}"
+    )
+
+
+def _reasons(situation: Situation, entry: Entry) -> list[str]:
+    """Which part of the key is another one here."""
+    manifest = entry.manifest
+    assert manifest is not None
+    declared = registry.KERNELS.get(manifest.spec.kernel_id)
+    if declared is None:
+        return [f"this release has no kernel {manifest.spec.kernel_id}"]
+    if declared.version != manifest.spec.version:
+        return [f"{manifest.spec.kernel_id} is version {declared.version} here"]
+    inputs = situation.inputs_here(manifest)
+    if isinstance(inputs, str):
+        return [inputs]
+    return [f"another {name}" for name, _, _ in keys.differences(manifest.key_inputs(), inputs)]

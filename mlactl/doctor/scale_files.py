@@ -1,0 +1,183 @@
+"""The scale files a server would read: valid, and their kernel variants warm, in our own roots and in b12x's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlactl.cache.adapter import CacheEntry
+from mlactl.cache.adapters import open_cache
+from mlactl.cache.foreign.b12x import roots as b12x
+from mlactl.cache.store import Status
+from mlactl.doctor.findings import Finding, Severity
+from mlactl.doctor.situation import Situation
+from mlactl.errors import MlactlError
+from mlactl.kernels.registry import SPARSE_DECODE, SPARSE_PREFILL
+from mlactl.profiles import STATIC_NVFP4, Profile
+from mlactl.scales.findings import InvalidScales
+from mlactl.scales.outer import OuterScales, examine, load_outer_scales
+
+VARIABLE = "VLLM_NVFP4_MLA_SCALES_FILE"
+"""What a server takes its outer-scale file from."""
+
+IDENTITY_FACT = "latent_scale_identity"
+
+_SPLIT_KERNELS = (SPARSE_DECODE.kernel_id, SPARSE_PREFILL.kernel_id)
+_B12X_NVFP4 = 2
+"""`scale_format` of b12x's specs: E2M1 data with E4M3 group scales (its `ScaleFormat.NVFP4_E4M3`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A scale file and who names it: `--scales`, the variable or a profile."""
+
+    path: Path
+    by: str
+
+
+@dataclass(frozen=True, slots=True)
+class Variants:
+    """Entries of one kernel, version and target over static NVFP4 records, by the variant that their fact states."""
+
+    kernel_id: str
+    version: int
+    arch: str
+    identity: int
+    dynamic: int
+
+
+def split_variants(entries: Iterable[CacheEntry]) -> tuple[Variants, ...]:
+    """Counts usable entries of kernels that restore an outer scale, in any cache format.
+
+    Entries without the fact count as neither: which variant they are is not known from facts, and `cache audit` judges them.
+    """
+    counts: dict[tuple[str, int, str], list[int]] = {}
+    for entry in entries:
+        manifest = entry.manifest
+        if entry.status != Status.OK or entry.residue or manifest is None or manifest.spec.kernel_id not in _SPLIT_KERNELS:
+            continue
+        facts = dict(manifest.spec.facts)
+        if IDENTITY_FACT in facts and _static_nvfp4(facts):
+            count = counts.setdefault((manifest.spec.kernel_id, manifest.spec.version, manifest.arch), [0, 0])
+            count[0 if facts[IDENTITY_FACT] == 1 else 1] += 1
+    return tuple(Variants(*kind, *count) for kind, count in sorted(counts.items()))
+
+
+def _static_nvfp4(facts: dict[str, object]) -> bool:
+    """Whether an entry reads records whose latents were divided by an outer scale, in our words (`record`) or b12x's."""
+    if "record" in facts:
+        return facts["record"] in STATIC_NVFP4
+    return facts.get("scale_format") == _B12X_NVFP4 and not facts.get("latent_scale_per_token")
+
+
+def named_files(situation: Situation, scales: Path | None, profiles: Sequence[Profile]) -> tuple[Named, ...]:
+    """Each file once, the one given by `--scales` first, then the environment's, then the profiles'."""
+    found = [Named(scales, "--scales")] if scales is not None else []
+    if situation.environ.get(VARIABLE):
+        found.append(Named(Path(situation.environ[VARIABLE]), VARIABLE))
+    found += [Named(profile.scales.file, f"profile {profile.name}") for profile in profiles if profile.scales is not None]
+    return tuple({os.path.realpath(one.path): one for one in reversed(found)}.values())[::-1]
+
+
+def file_for(situation: Situation, profile: Profile, scales: Path | None) -> Path | None:
+    """The scale file that decides which variants a profile launches; None where both have to be there."""
+    if scales is not None:
+        return scales
+    if situation.environ.get(VARIABLE) and profile.kv.record in STATIC_NVFP4:
+        return Path(situation.environ[VARIABLE])  # what a server in this environment reads, whatever its profile says
+    return profile.scales.file if profile.scales is not None else None
+
+
+def check(situation: Situation, scales: Path | None, profiles: Sequence[Profile]) -> Iterator[Finding]:
+    """Every scale file that is named anywhere, and the roots that would have to hold its variants."""
+    files = named_files(situation, scales, profiles)
+    if not files:
+        yield Finding("scales", Severity.OK, "no-scale-file", f"no scale file is named by {VARIABLE}, --scales or a profile")
+        return
+    yield from _disagreements(situation, profiles)
+    dynamic: list[Named] = []
+    for one in files:
+        loaded = yield from _valid(one, profiles)
+        if loaded is not None and 0 in loaded.identities:
+            dynamic.append(one)
+    if dynamic:
+        yield from _own_roots(situation, dynamic[0], profiles)
+        yield from _b12x_roots(situation, dynamic[0])
+
+
+def _disagreements(situation: Situation, profiles: Sequence[Profile]) -> Iterator[Finding]:
+    """A profile that names another file than the environment, or whose records have no outer scale."""
+    file = situation.environ.get(VARIABLE)
+    for profile in profiles if file else ():
+        if profile.kv.record not in STATIC_NVFP4:
+            what = f"{VARIABLE} is set, and the {profile.kv.record} records of profile {profile.name} have no outer scale: it does nothing there"
+            yield Finding("scales", Severity.NOTICE, "inert-scale-file", what)
+        elif profile.scales is not None and file and os.path.realpath(profile.scales.file) != os.path.realpath(file):
+            what = f"{VARIABLE}={file}, and profile {profile.name} names {profile.scales.file}"
+            yield Finding(
+                "scales", Severity.WARNING, "two-scale-files", what, "one file", f"mlactl verify-scales {file} --against {profile.scales.file}"
+            )
+
+
+def _valid(one: Named, profiles: Sequence[Profile]) -> Generator[Finding, None, OuterScales | None]:
+    """Whether a file can be used with the profiles that would read it; returns it when it can."""
+    fitting = [profile for profile in profiles if profile.kv.record in STATIC_NVFP4]
+    fix = f"mlactl verify-scales {one.path}"
+    loaded: OuterScales | None = None
+    try:
+        for profile in fitting or (None,):
+            loaded = load_outer_scales(one.path, profile)
+    except InvalidScales as error:
+        yield Finding("scales", Severity.ERROR, "invalid-scale-file", f"{error.message} (named by {one.by})", "a valid scale file", error.hint or fix)
+        return None
+    except MlactlError as error:
+        what = f"{error.message} (named by {one.by})"
+        yield Finding("scales", Severity.ERROR, "unreadable-scale-file", what, "a scale file that this user may read", error.hint or fix)
+        return None
+    assert loaded is not None
+    doubts = [row for row in examine(one.path).findings.rows() if row.severity == "warning"]
+    if doubts:
+        what = f"{one.path}: {doubts[0].sentence()}" + (f" (and {len(doubts) - 1} more)" if len(doubts) > 1 else "")
+        yield Finding("scales", Severity.WARNING, "doubtful-scale-file", what, "no doubts", fix)
+    variants = " and ".join("dynamic" if identity == 0 else "identity" for identity in loaded.identities)
+    what = f"{one.path} (named by {one.by}): {len(loaded.layers)} layers, needs the {variants} variant{'s' * (len(loaded.identities) > 1)}"
+    yield Finding("scales", Severity.OK, "scale-file", what)
+    return loaded
+
+
+def _own_roots(situation: Situation, file: Named, profiles: Sequence[Profile]) -> Iterator[Finding]:
+    """Without a profile that says which objects to look up: roots that hold identity variants alone."""
+    if any(profile.kv.record in STATIC_NVFP4 for profile in profiles):
+        return  # those profiles' coverage looks each variant up
+    for held in split_variants(situation.good):
+        if held.dynamic == 0 and held.arch in situation.arches:
+            what = f"only identity objects of {held.kernel_id} for {held.arch}; {file.path} needs dynamic ones"
+            fix = f"mlactl warmup --profile NAME --arch {held.arch} --scales {file.path}"
+            yield Finding("scales", situation.missing(), "identity-only", what, f"objects with {IDENTITY_FACT}=0", fix)
+
+
+def _b12x_roots(situation: Situation, file: Named) -> Iterator[Finding]:
+    """From facts alone: b12x up to 1.5.1 plans with a scale and lands on the identity entry."""
+    for root in b12x.candidates(situation.environ):
+        if not os.path.isdir(root.path):  # noqa: PTH112  Path.is_dir raises below a folder that may not be entered
+            continue
+        try:
+            held = split_variants(open_cache(str(root.path), "b12x").entries())
+        except MlactlError as error:
+            what = f"the b12x cache {root.path} could not be looked at: {error.message}"
+            yield Finding("scales", Severity.WARNING, "b12x-unreadable", what, "a root that can be read", error.hint or f"ls -ld {root.path}")
+            continue
+        lacking = [kind for kind in held if kind.dynamic == 0]
+        for kind in lacking:
+            for_arch = f" for {kind.arch}" if kind.arch else ""
+            what = (
+                f"{root.path} holds only identity entries of {kind.kernel_id} {kind.version}{for_arch}: "
+                f"a server that sets {file.path} and runs them serves without the restore"
+            )
+            ours = f"serve from mlactl's objects: mlactl warmup --profile NAME --scales {file.path}"
+            fix = f"{ours}; or unset {VARIABLE} where the KV cache is written without one"
+            yield Finding("scales", Severity.ERROR, "b12x-identity-only", what, f"entries with {IDENTITY_FACT}=0 beside them", fix)
+        if held and not lacking:
+            yield Finding("scales", Severity.OK, "b12x-variants", f"{root.path} holds dynamic entries of every kernel that has identity ones")

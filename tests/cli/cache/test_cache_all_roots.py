@@ -1,0 +1,83 @@
+"""`cache ls --all-roots`: other tools' caches beside ours, in every output mode."""
+
+import os
+import re
+
+import pytest
+
+
+@pytest.fixture
+def node(cache, filled):
+    """Our cache, a b12x one, Triton's, and vLLM's inside a folder that Triton's variable names; nothing else exists."""
+    home = cache.home
+    files = {
+        ".cache/b12x/compile/ab": (f"ab{'0' * 62}.o", f"ab{'0' * 62}.json"),
+        "jit/KEY1": ("kernel.cubin", "kernel.json"),
+        "jit/vllm/torch_compile_cache/hash/rank_0_0": ("graph.py",),
+    }
+    for folder, names in files.items():
+        (home / folder).mkdir(parents=True)
+        for name in names:
+            (home / folder / name).write_bytes(b"0123456789")
+    cache.env = {name: value for name, value in cache.env.items() if not name.startswith(("TRITON_", "TORCH", "FLASHINFER_", "VLLM_", "B12X_"))}
+    (home / "tmp").mkdir()
+    cache.env |= {"TRITON_CACHE_DIR": str(home / "jit"), "VLLM_CACHE_ROOT": str(home / "jit/vllm"), "TMPDIR": str(home / "tmp")}
+    return cache
+
+
+def test_every_root_in_every_mode(node):
+    done = node.every_mode("cache", "ls", "--all-roots", rows="roots")
+    rows = {row["tool"]: row for row in done["json"].json["roots"] if row["exists"]}
+    home = node.home
+    assert list(rows) == ["mlactl", "b12x", "triton", "vllm"]
+    assert [row["path"] for row in rows.values()] == [
+        str(path) for path in (node.cache_dir, home / ".cache/b12x/compile", home / "jit", home / "jit/vllm")
+    ]
+    assert [(row["entries"], row["counted"]) for row in rows.values()] == [(6, "objects"), (1, "objects"), (2, "kernels"), (1, "compilations")]
+    assert [row["prunable"] for row in rows.values()] == [True, True, False, False]
+    assert [row["source"] for row in rows.values()] == ["MLACTL_CACHE_DIR", "default", "TRITON_CACHE_DIR", "VLLM_CACHE_ROOT"]
+    assert (rows["triton"]["bytes"], rows["triton"]["inodes"]) == (30, 9)
+    assert (rows["vllm"]["inside"], rows["triton"]["inside"], rows["vllm"]["shared_with"]) == ("triton", None, [])
+    assert rows["mlactl"]["bytes"] == sum(path.stat().st_size for path in node.cache_dir.rglob("*") if path.is_file())
+    assert (rows["mlactl"]["mode"], rows["mlactl"]["uid"], rows["mlactl"]["network"]) == ("0700", os.getuid(), False)
+    absent = [row for row in done["json"].json["roots"] if not row["exists"]]
+    assert {row["tool"] for row in absent} >= {"b12x", "flashinfer", "torch-inductor", "cute-dsl"}
+    assert all(row["entries"] is None and row["bytes"] is None for row in absent)
+    assert done["quiet"].lines == [row["path"] for row in rows.values()]
+
+
+def test_people_see_what_exists_and_what_prunes_it(node):
+    done = node("cache", "ls", "--all-roots")
+    head, *rows = [re.sub(r" {2,}", "  ", line) for line in done.lines]
+    assert head == "tool  path  size  entries  inodes  owner  filesystem  prunable  found by"
+    assert [row.split("  ")[0] for row in rows] == ["mlactl", "b12x", "triton", "vllm"]
+    assert rows[2].startswith(f"triton  {node.home}/jit  30 B  2 kernels  9  ")
+    assert rows[2].endswith("  no  TRITON_CACHE_DIR")
+    assert f"{node.home}/jit/vllm lies inside the root of triton, which counts it too\n" in done.stderr
+    assert re.search(r"\n\d+ places where nothing exists: --all lists them\n", done.stderr)
+    assert done.stderr.endswith("hint: mlactl cache prune --dry-run; mlactl cache prune --root-kind b12x --dry-run\n")
+    everything = node("cache", "ls", "--all-roots", "--all").lines
+    assert f"flashinfer  {node.home}/.cache/flashinfer (does not exist)" in [line.partition("  -")[0] for line in everything]
+
+
+def test_the_option_is_for_our_roots_and_its_layers_are_not_pruned(node, tmp_path):
+    done = node("cache", "ls", "--all-roots", "--cache-dir", f"{tmp_path / 'own'}:{node.cache_dir}", "--json")
+    ours = [row for row in done.json["roots"] if row["tool"] == "mlactl"]
+    assert [(row["exists"], row["prunable"], row["remark"], row["source"]) for row in ours] == [
+        (False, True, None, "--cache-dir"),
+        (True, False, "read-only layer", "--cache-dir"),
+    ]
+
+
+def test_filters_of_entries_do_not_go_with_it(node):
+    done = node("cache", "ls", "--all-roots", "--kernel", "test.tiny")
+    assert (done.code, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: --all-roots lists roots, which --kernel, --arch and --status do not filter\n")
+
+
+def test_nothing_anywhere_is_clean(cache):
+    cache.env = {name: value for name, value in cache.env.items() if not name.startswith(("TRITON_", "TORCH", "FLASHINFER_", "VLLM_", "B12X_"))}
+    (cache.home / "tmp").mkdir()
+    done = cache("cache", "ls", "--all-roots", env={"TMPDIR": str(cache.home / "tmp")})
+    assert (done.code, done.stdout) == (0, "")
+    assert "no compile cache exists in this environment\n" in done.stderr
