@@ -1,7 +1,7 @@
 """Advisories: which entries are known to be wrong by their facts, read from data (`mlactl/advisories.toml`, or a file of one's own).
 
 A case names kernels of one cache format and what their facts must and must not be. An entry whose facts say all of that
-is hit. One whose facts cannot be read is only suspect, and only where the case says which versions are.
+is hit. One whose facts cannot be read at all is only suspect, and only where the case says which versions are.
 """
 
 from __future__ import annotations
@@ -41,16 +41,12 @@ Values = dict[str, tuple[bool | int | str, ...]]
 Format = Literal["mlactl", "b12x"]
 
 
-class _Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    pass
-
-
-class Case(_Strict):
+class Case(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One kind of entry that an advisory is about, in one cache format.
 
     `where`: facts that must be there with one of these values. `unless`: facts that, there with one of these values, put
     an entry out of the case. `absent`: facts that must not be there. `versions`: spec versions it is about, all when
-    empty. `suspect_versions`: versions that are suspect when a fact of `where` cannot be read.
+    empty. `suspect_versions`: versions that are suspect when no fact can be read.
     """
 
     format: Format
@@ -62,7 +58,7 @@ class Case(_Strict):
     suspect_versions: str = ""
 
 
-class Advisory(_Strict):
+class Advisory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What is wrong with a kind of entry. `acquitted_by` names a parameter; code that reads it is not of this kind."""
 
     id: str
@@ -74,7 +70,7 @@ class Advisory(_Strict):
     acquitted_by: str = ""
 
 
-class ParameterPlace(_Strict):
+class ParameterPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Position of a parameter in kernels of another tool; `fact` is the one that claims whether the code reads it (0) or not (1)."""
 
     format: Format
@@ -87,7 +83,7 @@ class ParameterPlace(_Strict):
     where: Values = {}
 
 
-class _File(_Strict):
+class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     schema_version: int
     advisory: tuple[Advisory, ...] = ()
     parameter: tuple[ParameterPlace, ...] = ()
@@ -103,7 +99,7 @@ class Advisories:
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """An advisory that concerns an entry by its facts; `suspect` when some could not be read. `reason` says which."""
+    """An advisory that concerns an entry by its facts; `suspect` when they could not be read. `reason` says which."""
 
     advisory: Advisory
     suspect: bool
@@ -236,12 +232,12 @@ def _hit(advisory: Advisory, case: Case, spec: SpecView, kind: str) -> Hit | Non
         return None
     if any(not _among(facts[fact], values) for fact, values in case.where.items() if fact in facts):
         return None
-    unread = [fact for fact in case.where if fact not in facts]
-    if unread or not facts:
+    if not facts:
         if not case.suspect_versions or not in_range(spec.version, case.suspect_versions):
             return None
-        missing = f"facts do not say {' or '.join(unread)}" if facts else "facts cannot be read"
-        return Hit(advisory, True, f"{missing}, and version {spec.version} is one of {case.suspect_versions}")
+        return Hit(advisory, True, f"facts cannot be read, and version {spec.version} is among {case.suspect_versions}")
+    if any(fact not in facts for fact in case.where):
+        return None  # a key without the fact is of a kernel without the choice
     said = [f"{fact}={facts[fact]}" for fact in case.where] + [f"no {fact}" for fact in case.absent]
     return Hit(advisory, False, f"facts: {', '.join(said)}")
 
@@ -255,9 +251,9 @@ def parameter_of(parameters: Iterable[ParameterPlace], spec: SpecView, kind: str
     """Where a kernel of another tool has a parameter worth looking at; None when that is not known for these facts and this version."""
     facts = dict(spec.facts)
     for place in parameters:
-        if place.format == kind and place.kernel == spec.kernel_id and in_range(spec.version, place.versions):
-            if all(fact in facts and _among(facts[fact], values) for fact, values in place.where.items()):
-                return place
+        known = place.format == kind and place.kernel == spec.kernel_id and in_range(spec.version, place.versions)
+        if known and all(fact in facts and _among(facts[fact], values) for fact, values in place.where.items()):
+            return place
     return None
 
 

@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from functools import lru_cache
+from typing import Any, TypeVar
 
+from mlactl.cache.adapter import CacheEntry
 from mlactl.cache.roots import Layer
 from mlactl.cache.store import Entry, Store
-from mlactl.kernels.spec import FactValue
+
+E = TypeVar("E", bound=CacheEntry)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,24 +37,30 @@ class Filters:
 
 def collect(store: Store, *, layers: Iterable[Layer] | None = None, on_problem: Callable[[str], None] | None = None) -> list[Entry]:
     """Every entry of these layers, or of all, and what is left of unfinished ones; raises CannotRun when a root cannot be read."""
-    # Nothing made here is garbage until the listing is done, and the collector would walk all of it again and again.
+    with uncollected():
+        return list(store.entries(layers, on_problem=on_problem))
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """No garbage collection in a block: nothing that a listing makes is garbage until it is done, and all of it would be walked again and again."""
     running = gc.isenabled()
     gc.disable()
     try:
-        return list(store.entries(layers, on_problem=on_problem))
+        yield
     finally:
         if running:
             gc.enable()
 
 
-def select(entries: Iterable[Entry], filters: Filters) -> list[Entry]:
+def select(entries: Iterable[E], filters: Filters) -> list[E]:
     """The entries that pass every filter."""
     if filters == Filters():
         return list(entries)
     return [entry for entry in entries if _passes(entry, filters)]
 
 
-def _passes(entry: Entry, filters: Filters) -> bool:
+def _passes(entry: CacheEntry, filters: Filters) -> bool:
     manifest = entry.manifest
     if filters.statuses and entry.status not in filters.statuses:
         return False
@@ -64,12 +74,12 @@ def kernel_matches(kernel_id: str, name: str) -> bool:
     return kernel_id == name or kernel_id.startswith(f"{name}.") or ("*" in name and fnmatchcase(kernel_id, name))
 
 
-def order(entries: Iterable[Entry]) -> list[Entry]:
+def order(entries: Iterable[E]) -> list[E]:
     """By kernel, newest version first, then arch, facts and key; what has no readable manifest comes last."""
     return sorted(entries, key=order_key)
 
 
-def order_key(entry: Entry) -> tuple[bool, str, int, str, str, str]:
+def order_key(entry: CacheEntry) -> tuple[bool, str, int, str, str, str]:
     """What `order` sorts by."""
     manifest = entry.manifest
     if manifest is None:
@@ -78,25 +88,32 @@ def order_key(entry: Entry) -> tuple[bool, str, int, str, str, str]:
     return False, spec.kernel_id, -spec.version, manifest.arch, _facts_key(spec.facts), entry.key
 
 
-@lru_cache(maxsize=1024)
-def _facts_key(facts: tuple[tuple[str, FactValue], ...]) -> str:
+def _facts_key(facts: tuple[tuple[str, Any], ...]) -> str:
     """Facts as text, since values of one name may be of several types; a root has few combinations of them."""
+    try:
+        return _remembered_text(facts)
+    except TypeError:  # lists in the tensor facts of foreign caches
+        return repr(facts)
+
+
+@lru_cache(maxsize=1024)
+def _remembered_text(facts: tuple[tuple[str, Any], ...]) -> str:
     return repr(facts)
 
 
-def kernels_present(entries: Iterable[Entry]) -> tuple[str, ...]:
+def kernels_present(entries: Iterable[CacheEntry]) -> tuple[str, ...]:
     """`id version` of each kernel and version there is, for messages that say what could have been asked for."""
     found = {(entry.manifest.spec.kernel_id, entry.manifest.spec.version) for entry in entries if entry.manifest is not None}
     return tuple(f"{kernel_id} {version}" for kernel_id, version in sorted(found))
 
 
-def as_json(entry: Entry) -> dict[str, object]:
+def as_json(entry: CacheEntry) -> dict[str, Any]:
     """One row of `cache ls --json`; fields that cannot be known are null."""
     manifest = entry.manifest
     if manifest is None:
         spec = arch = created = None
     else:
-        spec, arch, created = manifest.spec.as_json(), manifest.arch, manifest.created
+        spec, arch, created = manifest.spec.as_json(), manifest.arch or None, manifest.created or None
     return {
         "key": entry.key,
         "spec": spec,
@@ -125,7 +142,7 @@ def timestamp(moment: str) -> float:
     return datetime.fromisoformat(moment).timestamp()
 
 
-def total_bytes(entries: Sequence[Entry]) -> int:
+def total_bytes(entries: Sequence[CacheEntry]) -> int:
     """Bytes of the objects of these entries."""
     return sum(entry.object_bytes or 0 for entry in entries)
 

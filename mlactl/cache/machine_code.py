@@ -100,7 +100,7 @@ def find_disassembler() -> Path:
     try:
         files = importlib.metadata.files(DISTRIBUTION)
     except importlib.metadata.PackageNotFoundError:
-        raise EnvironmentUnfit(f"nvdisasm, which the audit reads machine code with, is not here: {DISTRIBUTION} is not installed", hint=hint) from None
+        raise EnvironmentUnfit(f"no nvdisasm to read machine code with: {DISTRIBUTION} is not installed", hint=hint) from None
     for file in files or ():
         if file.name == "nvdisasm" and file.parent.name == "bin":
             path = Path(str(file.locate()))
@@ -201,7 +201,9 @@ def reads_of(functions: Iterable[Function], base: int, first: int, size: int) ->
 
     READ when an instruction certainly does; else CANNOT_TELL when one may; else NOT_READ.
     """
-    certain, possible, operands = [], [], 0
+    certain: list[str] = []
+    possible: list[str] = []
+    operands = 0
     for function in functions:
         for instruction in function.instructions:
             for access in accesses(instruction.opcode, instruction.operands):

@@ -79,4 +79,5 @@ def _read(kernel: str, info: bytes) -> KernelParameters | None:
     for ordinal, (offset, size_bytes) in places.items():
         if offset + size_bytes > bank[1]:
             raise BadElf(f"parameter {ordinal} of {kernel[:80]} ends at byte {offset + size_bytes} of {bank[1]}", "cubin")
-    return KernelParameters(kernel, bank[0], tuple(Parameter(ordinal, bank[0] + places[ordinal][0], places[ordinal][1]) for ordinal in sorted(places)))
+    found = (Parameter(ordinal, bank[0] + places[ordinal][0], places[ordinal][1]) for ordinal in sorted(places))
+    return KernelParameters(kernel, bank[0], tuple(found))

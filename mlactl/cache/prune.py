@@ -182,7 +182,7 @@ def _plan(
         if stranger:
             kept = [*kept, Kept(entry.key, f"not a regular file, left alone: ls -ld {shlex.quote(stranger)}")]
         elif files:
-            entries.append(PlannedEntry(**listing.as_json(entry), reason=reason, files=files))  # type: ignore[arg-type]
+            entries.append(PlannedEntry(**listing.as_json(entry), reason=reason, files=files))
     return PrunePlan(
         schema_version=SCHEMA_VERSION,
         root=str(layer.path),

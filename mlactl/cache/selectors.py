@@ -81,7 +81,8 @@ class Selectors:
     """What to select: different kinds AND, values of one kind OR; with none of them the superseded versions.
 
     `max_bytes` comes last: of what the others select, least recently used first, until the root is small enough.
-    `locks` selects lock files that nobody holds, and no entries.
+    `locks` selects lock files that nobody holds, and no entries. `judges` are further selectors, each as it would be
+    typed and with what tells why it selects an entry.
     """
 
     specs: tuple[SpecRange, ...] = ()
@@ -93,13 +94,13 @@ class Selectors:
     unused_for_s: int | None = None
     max_bytes: int | None = None
     locks: bool = False
+    judges: tuple[tuple[str, Judge], ...] = ()
 
     @property
     def narrowed(self) -> bool:
         """Whether anything but `max_bytes` and `locks` was asked for."""
-        return bool(
-            self.specs or self.kernels or self.arches or self.statuses or self.stale or self.older_than_s is not None or self.unused_for_s is not None
-        )
+        by_name = self.specs or self.kernels or self.arches or self.statuses or self.judges
+        return bool(by_name or self.stale or self.older_than_s is not None or self.unused_for_s is not None)
 
     @property
     def selects_entries(self) -> bool:
@@ -115,6 +116,7 @@ class Selectors:
         words += ["--stale"] * self.stale
         words += [f"--older-than {self.older_than_s}s"] * (self.older_than_s is not None)
         words += [f"--unused-for {self.unused_for_s}s"] * (self.unused_for_s is not None)
+        words += [text for text, _ in self.judges]
         words += [f"--max-size {self.max_bytes}B"] * (self.max_bytes is not None)
         words += ["--locks"] * self.locks
         return tuple(words) or ("superseded",)
@@ -138,6 +140,7 @@ class Selectors:
             tests.append(_unused(now, self.unused_for_s))
         if self.stale:
             tests.append(stale_reason)
+        tests += [test for _, test in self.judges]
 
         def all_of(entry: Entry) -> str | None:
             reasons = []
