@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from mlactl.cli import hints, options
 from mlactl.cli.cache import rendering
-from mlactl.errors import UsageError
+from mlactl.errors import EnvironmentUnfit, UsageError
 from mlactl.ui.output import Column, Output, bytes_text
 
 if TYPE_CHECKING:
     from mlactl.cache.details import Details
-    from mlactl.cache.store import Store
+    from mlactl.cache.store import Entry, Store
     from mlactl.cache.why import Explanation
 
 
@@ -30,9 +30,11 @@ def show(
     from mlactl.cache.details import details
 
     out = hints.make_output(output, json, quiet, cache_dir)
-    entry = rendering.open_store(out, cache_dir).entry(key)
+    store = rendering.open_store(out, cache_dir)
+    entry = store.entry(key)
     found = details(entry)
     facts = found.facts
+    why_aside = _why_quarantined(store, entry) if entry.status == "quarantined" else ()
     document = {
         "entry": {**listing.as_json(found.entry), "detail": found.entry.detail or found.problem or None},
         "root": str(entry.layer.path),
@@ -43,14 +45,30 @@ def show(
         "symbols": list(facts.symbols) if facts is not None else None,
         "signature": facts.signature if facts is not None else None,
         "object_arch": facts.arch if facts is not None else None,
+        "why_quarantined": list(why_aside) if entry.status == "quarantined" else None,
     }
-    out.document(document, lambda: _show_human(out, found), lambda: [entry.key])
+    out.document(document, lambda: _show_human(out, found, why_aside), lambda: [entry.key])
 
 
-def _show_human(out: Output, found: Details) -> None:
+def _why_quarantined(store: Store, entry: Entry) -> tuple[str, ...]:
+    """What an audit says of an entry that was set aside; by facts alone where there is no nvdisasm."""
+    from mlactl.cache.adapters import OwnCache
+    from mlactl.cache.advisories import load
+    from mlactl.cache.audit import audit
+
+    try:
+        (result,) = audit(OwnCache(store), [entry], load(), jobs=1).results
+    except EnvironmentUnfit as unfit:
+        (result,) = audit(OwnCache(store), [entry], load(), facts_only=True, jobs=1).results
+        return f"{result.verdict} by facts alone, {unfit.message}", *result.reasons
+    return str(result.verdict), *result.reasons
+
+
+def _show_human(out: Output, found: Details, why_aside: Sequence[str]) -> None:
     entry, manifest, facts = found.entry, found.entry.manifest, found.facts
     trouble = entry.detail or found.problem
     pairs = [("key", entry.key), ("status", f"{entry.status}: {trouble}" if trouble else str(entry.status))]
+    pairs += [("why" if not number else "", text) for number, text in enumerate(why_aside)]
     if manifest is not None:
         pairs += [
             ("kernel", manifest.spec.kernel_id),
@@ -76,6 +94,11 @@ def _show_human(out: Output, found: Details) -> None:
         out.table(_KERNEL_COLUMNS, found.kernels)
     if entry.status == "untrusted":
         out.hint(rendering.distrust_hint([entry]) or f"ls -ld {entry.object_path}")
+    elif entry.status == "quarantined":
+        short = entry.key[: rendering.SHORT_KEY]
+        out.hint(
+            f"mlactl warmup --profile NAME builds it again; mlactl cache audit {short} --restore puts it back; mlactl cache rm {short} forgets it"
+        )
     elif entry.status != "ok":
         out.hint(f"mlactl cache verify {entry.key[: rendering.SHORT_KEY]} --repair, or mlactl cache rm {entry.key[: rendering.SHORT_KEY]}")
 

@@ -18,6 +18,7 @@ from mlactl.ui.output import Column, Output, bytes_text
 
 if TYPE_CHECKING:
     from mlactl.cache.prune import PrunePlan, PruneResult
+    from mlactl.cache.selectors import Judge
     from mlactl.kernels.spec import CompileSpec
 
 
@@ -32,6 +33,10 @@ def prune(
     unused_for: Annotated[str | None, typer.Option("--unused-for", metavar="14d", help="Not used for this long")] = None,
     max_size: Annotated[str | None, typer.Option("--max-size", metavar="2GiB", help="Least recently used first, down to this")] = None,
     keep_profile: rendering.KeepProfileOption = None,
+    advisory: Annotated[
+        list[str] | None,
+        typer.Option("--advisory", metavar="ID", help="Hit by this advisory; repeatable", autocompletion=rendering.complete_advisory),
+    ] = None,
     locks: Annotated[bool, typer.Option("--locks", help="Lock files, while nobody uses the root")] = False,
     dry_run: options.DryRunOption = False,
     yes: options.YesOption = False,
@@ -58,6 +63,7 @@ def prune(
         unused_for_s=None if unused_for is None else parsing.parse_duration(unused_for, "--unused-for"),
         max_bytes=None if max_size is None else parsing.parse_size(max_size, "--max-size"),
         locks=locks,
+        judges=_by_advisory(advisory),
     )
     keep = _kept_specs(keep_profile)
     store = rendering.open_store(out, cache_dir)
@@ -92,6 +98,14 @@ def _kept_specs(profiles: list[str] | None) -> tuple[CompileSpec, ...]:
     from mlactl.profiles import load
 
     return tuple(spec for name in profiles for spec in load(name).specs())
+
+
+def _by_advisory(ids: list[str] | None) -> tuple[tuple[str, Judge], ...]:
+    if not ids:
+        return ()
+    from mlactl.cache.advisories import bundled, judge
+
+    return ((" ".join(f"--advisory {identity}" for identity in ids), judge(bundled(), ids)),)
 
 
 def _carry_out(out: Output, plan: PrunePlan, *, dry_run: bool, yes: bool) -> None:
