@@ -325,11 +325,12 @@ def restore(
 
     Raises what `audit` does.
     """
-    verdicts = {id(entry): result for entry, result in zip(entries, audit(adapter, entries, advisories).results, strict=True)}
+    aside = [entry for entry in entries if entry.status == "quarantined"]
+    verdicts = {id(entry): result for entry, result in zip(aside, audit(adapter, aside, advisories).results, strict=True)}
 
     def put_back(entry: CacheEntry) -> Moved:
-        result = verdicts[id(entry)]
-        if not result.quarantined:
+        result = verdicts.get(id(entry))
+        if result is None:
             return Moved(entry, False, f"it is not quarantined: {entry.status}")
         if result.guilty and not force:
             return Moved(entry, False, f"the audit says {result.verdict}: {result.reasons[0]}")
