@@ -319,6 +319,16 @@ def test_code_of_another_tool_convicts_and_acquits(
     assert [moved.entry.key for moved in set_convicted_aside(cache, report)] == cache.moved == (["ab" * 32] if verdict is Verdict.CONVICTED else [])
 
 
+def test_code_of_another_tool_whose_parameters_are_not_known() -> None:
+    """Judged by facts, and said so."""
+    (result,) = audit(Cache(), [entry_of(DECODE, 19, **NVFP4, latent_scale_identity=0)], bundled()).results
+    assert result.verdict is Verdict.CLEAN
+    assert result.reasons == (
+        "facts say latent_scale_identity=0; which parameter latent_scale is in this version is not known to this release; "
+        "by facts alone nothing speaks against it",
+    )
+
+
 def test_code_that_cannot_be_read_leaves_the_facts_verdict() -> None:
     known = Advisories(bundled().advisories, (FOREIGN_PLACE,))
     results = audit(Cache(data=b"no object"), [entry_of(DECODE, 17, **NVFP4), entry_of(DECODE, 18, **NVFP4, latent_scale_identity=0)], known).results

@@ -188,7 +188,7 @@ def _report_human(out: Output, report: Report, moved: Sequence[Moved], facts_onl
     counts = Counter(f"{result.verdict}{' and quarantined' if result.quarantined else ''}" for result in report.results)
     verdicts = f": {', '.join(f'{number} {verdict}' for verdict, number in sorted(counts.items()))}" if counts else ""
     read = sum(result.code is not None for result in report.results)
-    how = ", by facts alone" if facts_only else f"; machine code of {counted(read)} read, the others claim nothing of theirs" if not in_full else ""
+    how = ", by facts alone" if facts_only else f"; machine code of {counted(read)} read"
     out.line(f"{counted(len(report.results))} audited{verdicts}{how}" if report.results else "0 entries")
     if moved:
         out.line(f"{sum(item.done for item in moved)} of {counted(len(moved))} set aside")
