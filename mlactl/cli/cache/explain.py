@@ -66,7 +66,7 @@ def _why_quarantined(store: Store, entry: Entry) -> tuple[str, ...]:
 
 def _show_human(out: Output, found: Details, why_aside: Sequence[str]) -> None:
     entry, manifest, facts = found.entry, found.entry.manifest, found.facts
-    trouble = found.problem if why_aside else entry.detail or found.problem
+    trouble = "set aside, nothing loads it" if why_aside else entry.detail or found.problem
     pairs = [("key", entry.key), ("status", f"{entry.status}: {trouble}" if trouble else str(entry.status))]
     pairs += [("why" if not number else "", text) for number, text in enumerate(why_aside)]
     if manifest is not None:
