@@ -38,7 +38,7 @@ class Scalar:
 
     `runtime`: always an argument. `static`: a fact. `identity-split`: two variants, one without the arithmetic for the
     value 1.0 and one that reads the argument; `ordinal` is its position among the device kernel's parameters, which the
-    audit of the machine code relies on (None while the kernel is not built).
+    audit of the machine code relies on (None while the kernel is not built); moving it is a bump of the version.
     """
 
     name: str

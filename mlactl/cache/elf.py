@@ -234,6 +234,34 @@ def _defined(data: bytes, host: _Elf, prefix: bytes = b"") -> list[bytes]:
     return found
 
 
+def device_code(data: bytes | memoryview) -> tuple[str, memoryview]:
+    """Arch and cubin of any relocatable or shared object with one device ELF inside, whichever tool exported it; raises BadElf."""
+    if len(data) > MAX_OBJECT_BYTES:
+        raise BadElf(f"{len(data)} bytes, more than the {MAX_OBJECT_BYTES} an object can have")
+    data = bytes(data)
+    host = _read_elf(data, 0, "object")
+    if host.machine not in HOST_MACHINES or host.kind not in (ET_REL, ET_DYN):
+        raise BadElf(f"an ELF of machine {host.machine} and type {host.kind}, expected an x86-64 or AArch64 object")
+    at, cubin = _only_cubin(data)
+    view = memoryview(data)[at : at + cubin.size]
+    return _arch(view, cubin), view
+
+
+def sections(cubin: bytes | memoryview) -> dict[str, bytes]:
+    """Content of each section of a device ELF that has some, by name; raises BadElf, also when two have one name."""
+    data = bytes(cubin)
+    elf = _read_elf(data, 0, "cubin")
+    found: dict[str, bytes] = {}
+    for section in elf.sections:
+        if section.kind in (0, SHT_NOBITS):
+            continue
+        name = _string(elf.names, section.name_at).decode(errors="backslashreplace")
+        if name in found:
+            raise BadElf(f"two sections {name[:80]}", "cubin")
+        found[name] = data[section.offset : section.offset + section.size]
+    return found
+
+
 def _text(raw: bytes, part: str) -> str:
     try:
         text = raw.decode()

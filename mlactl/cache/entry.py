@@ -114,7 +114,7 @@ def shallow(layer: Layer, bucket: str, key: str, *, manifest: bool, quarantined:
     try:
         if quarantined:
             found, _, last_used = _read_manifest(f"{bucket}/{key}.quarantined", key)
-            return Entry(key, layer, found, Status.QUARANTINED, "set aside: mlactl cache show says why", object_bytes, last_used)
+            return Entry(key, layer, found, Status.QUARANTINED, "set aside: mlactl cache show says what speaks against it", object_bytes, last_used)
         if manifest:
             found, wrong, last_used = _read_manifest(f"{bucket}/{key}.json", key)
     except FileNotFoundError:  # removed since the listing, the manifest first

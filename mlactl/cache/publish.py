@@ -112,7 +112,6 @@ def compile_and_publish(
             present = store.search(spec, arch, read_checked)
             if not isinstance(present, Miss):
                 return PublishResult(present[0], compiled=False, seconds=0.0)
-            _refuse_quarantined(layer, key)
             _refuse_folders(layer, key)
             remove_temporaries(layer, key)
             build, data = _compile_and_link(inputs, compiler, linker_path, linker)
@@ -127,14 +126,16 @@ def publish_object(layer: Layer, inputs: KeyInputs, data: bytes, build: Build, *
     """Publishes a linked object's bytes under the key of `inputs`; the caller holds the entry's exclusive lock.
 
     `mode` is the files' (`prepare` returns it). Raises RejectedObject when the object is not one of that key, arch and
-    host, and OSError when it cannot be written; an older manifest of the key may be gone then, and nothing half written
-    stays.
+    host, CannotRun when it is the very object that is quarantined under this key, and OSError when it cannot be written;
+    an older manifest of the key may be gone then, and nothing half written stays.
     """
     key, bucket = inputs.key(), layer.bucket(inputs.key())
     manifest = _describe(layer, inputs, data, build)
+    _refuse_quarantined(layer, key, manifest.object_sha256)
     with _temporary(bucket, key, data, mode) as written:
         # Before the object is replaced, so that no crash leaves the old manifest beside the new object.
-        Path(f"{bucket}/{key}.json").unlink(missing_ok=True)
+        for suffix in ("json", "quarantined"):
+            Path(f"{bucket}/{key}.{suffix}").unlink(missing_ok=True)
         os.rename(written, f"{bucket}/{key}.so")  # noqa: PTH104
     with _temporary(bucket, key, dump(manifest), mode) as written:
         os.rename(written, f"{bucket}/{key}.json")  # noqa: PTH104
@@ -237,12 +238,19 @@ def _writable(store: Store) -> Layer:
     return layer
 
 
-def _refuse_quarantined(layer: Layer, key: str) -> None:
+def _refuse_quarantined(layer: Layer, key: str, object_sha256: str) -> None:
+    """What was convicted does not come back by being made again; another object, such as the right one, takes its place.
+
+    A quarantined manifest that cannot be read does not say what was convicted: then nothing takes its place.
+    """
     entry = read_entry(layer, key)
-    if entry is not None and entry.status is Status.QUARANTINED:
-        raise CannotRun(
-            f"{key} is quarantined; compiling it again gives the same code", hint=f"mlactl cache show {key}; mlactl cache rm {key} forgets it"
-        )
+    if entry is None or entry.status is not Status.QUARANTINED:
+        return
+    hint = f"mlactl cache show {key} says why it was set aside; mlactl cache rm {key} forgets it"
+    if entry.manifest is None:
+        raise CannotRun(f"{key} is quarantined with a manifest that cannot be read, so nothing says which object was convicted", hint=hint)
+    if entry.manifest.object_sha256 == object_sha256:
+        raise CannotRun(f"{key} is quarantined, and this is the very object that was set aside: sha256 {object_sha256}", hint=hint)
 
 
 def _refuse_folders(layer: Layer, key: str) -> None:

@@ -69,7 +69,7 @@ def test_every_variant_stays_inside_sm120(spec, arch, flavour, tmp_path):
     for body in loops:
         assert code.local_accesses(body) == []
     # It once became over a hundred predicated multiplications a chunk, which cost compute-bound shapes 15%.
-    predicated = [opcode for address, opcode, _ in min(loops, key=len) if opcode.startswith("FMUL") and address in code.predicated]
+    predicated = [each for each in min(loops, key=len) if each.opcode.startswith("FMUL") and each.guard]
     assert len(predicated) < 16
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from machine_code import kernels_of
-from parameters import parameter_bytes, reads_of
+from machine_code import embedded_cubin, kernels_of
 
 from mlactl.cache.load import StoreSource
+from mlactl.cache.machine_code import Reading, reads_of
+from mlactl.cache.parameters import kernel_parameters
 from mlactl.cache.publish import compile_and_publish
 from mlactl.cache.store import Hit, Miss, Store
 from mlactl.kernels import compiler, registry, runtime
@@ -53,12 +54,15 @@ def test_identity_code_never_reads_the_scale_and_dynamic_code_does(compile_one, 
     for scale in (1.0, 0.37):
         path = compile_one(spec_of(mode, record, scale), arch)
         (code,) = kernels_of(path)
-        first, size = parameter_bytes(path, code.name, ORDINAL)
-        assert size == 4
-        assert first % 16 == 0, "alone at the start of 16 bytes: no vector load of a neighbour can touch it"
-        reads[scale] = reads_of(code, first, size)
-    assert reads[1.0] == []
-    assert len(reads[0.37]) >= 1
+        (kernel,) = kernel_parameters(embedded_cubin(path))
+        scale_word = kernel.parameter(ORDINAL)
+        assert scale_word.size_bytes == 4
+        assert scale_word.first % 16 == 0, "alone at the start of 16 bytes: no vector load of a neighbour can touch it"
+        assert kernel.parameter(ORDINAL + 1) is None, "the last parameter: nothing behind it can be loaded together with it"
+        reads[scale] = reads_of([code.function], kernel.base, scale_word.first, scale_word.size_bytes)
+    assert reads[1.0].reading is Reading.NOT_READ
+    assert reads[1.0].operands >= 20, "it read other words of the bank"
+    assert reads[0.37].reading is Reading.READ
 
 
 @pytest.mark.parametrize("record", STATIC)
@@ -67,7 +71,7 @@ def test_identity_code_has_fewer_multiplies(compile_one, record):
     counts = {}
     for scale in (1.0, 0.37):
         (code,) = kernels_of(compile_one(spec_of("decode", record, scale), "sm_120a"))
-        counts[scale] = sum(opcode.startswith("FMUL") for _, opcode, _ in code.instructions)
+        counts[scale] = sum(each.opcode.startswith("FMUL") for each in code.instructions)
     tile = sparse_tile("heads16", record)
     assert counts[0.37] - counts[1.0] >= 4 * tile.token_tiles * tile.row_tiles
 

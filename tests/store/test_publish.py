@@ -196,19 +196,6 @@ def test_a_kernel_without_code_is_refused_before_anything_is_made(store: Store, 
     assert not store.roots.layers[0].path.exists()
 
 
-def test_a_quarantined_entry_is_not_compiled_again(store: Store, publish: Callable[..., Entry], prebuilt: tiny.Prebuilt) -> None:
-    """The same sources give the same poisoned code: rebuilding would undo the quarantine in silence."""
-    entry = publish()
-    assert entry.manifest_path is not None
-    entry.manifest_path.rename(entry.manifest_path.with_suffix(".quarantined"))
-    (found,) = store.entries()
-    assert (found.status, found.manifest_path) == (Status.QUARANTINED, entry.manifest_path.with_suffix(".quarantined"))
-    assert found.manifest == entry.manifest
-    with pytest.raises(CannotRun, match=f"{KEY} is quarantined"):
-        compile_and_publish(store, tiny.spec(), "sm_120a", compiler=prebuilt.compiler())
-    assert next(store.entries()).status is Status.QUARANTINED
-
-
 # ---- a full disk
 
 

@@ -64,6 +64,7 @@ def test_kernels_and_profiles_are_inside(wheel):
     assert {name.removeprefix("mlactl/_profiles/") for name in names if name.endswith(".toml") and "_profiles/" in name} == shipped
     sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "kernels").rglob("*.py")}
     assert {f"mlactl/{name}" for name in sources} <= names
+    assert "mlactl/advisories.toml" in names
 
 
 def test_the_installed_command_lists_profiles(installed, tmp_path):

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from mlactl.cli import hints, options
 from mlactl.cli.cache import foreign_view, rendering
-from mlactl.errors import UsageError
+from mlactl.errors import EnvironmentUnfit, UsageError
 from mlactl.ui.output import Column, Output, bytes_text
 
 if TYPE_CHECKING:
-    from mlactl.cache.adapter import CacheAdapter, Description
+    from mlactl.cache.adapter import CacheAdapter, CacheEntry, Description
     from mlactl.cache.store import Store
     from mlactl.cache.why import Explanation
 
@@ -31,6 +31,8 @@ def show(
     out = hints.make_output(output, json, quiet, cache_dir, root_kind)
     cache = rendering.open_cache(out, cache_dir, root_kind)
     found = cache.describe(cache.entry(key), show_secrets=show_secrets)
+    aside = found.entry.status == "quarantined"
+    why_aside = _why_quarantined(cache, found.entry) if aside else ()
     document = {
         "entry": {**cache.row(found.entry), "detail": found.entry.detail or found.problem or None},
         "root": str(found.entry.root),
@@ -41,14 +43,29 @@ def show(
         "symbols": list(found.symbols) if found.symbols is not None else None,
         "signature": found.signature,
         "object_arch": found.object_arch,
+        "why_quarantined": list(why_aside) if aside else None,
     }
-    out.document(document, lambda: _show_human(out, cache, found), lambda: [found.entry.key])
+    out.document(document, lambda: _show_human(out, cache, found, why_aside), lambda: [found.entry.key])
 
 
-def _show_human(out: Output, cache: CacheAdapter, found: Description) -> None:
+def _why_quarantined(cache: CacheAdapter, entry: CacheEntry) -> tuple[str, ...]:
+    """What an audit says of an entry that was set aside; by facts alone where there is no nvdisasm."""
+    from mlactl.cache.advisories import load
+    from mlactl.cache.audit import audit
+
+    try:
+        (result,) = audit(cache, [entry], load(), jobs=1).results
+    except EnvironmentUnfit as unfit:
+        (result,) = audit(cache, [entry], load(), facts_only=True, jobs=1).results
+        return f"{result.verdict} by facts alone, {unfit.message}", *result.reasons
+    return str(result.verdict), *result.reasons
+
+
+def _show_human(out: Output, cache: CacheAdapter, found: Description, why_aside: Sequence[str]) -> None:
     entry, manifest = found.entry, found.entry.manifest
-    trouble = entry.detail or found.problem
+    trouble = "set aside, nothing loads it" if why_aside else entry.detail or found.problem
     pairs = [("key", entry.key), ("status", f"{entry.status}: {trouble}" if trouble else str(entry.status))]
+    pairs += [("why" if not number else "", text) for number, text in enumerate(why_aside)]
     if manifest is not None:
         pairs += [
             ("kernel", manifest.spec.kernel_id),
@@ -69,6 +86,9 @@ def _show_human(out: Output, cache: CacheAdapter, found: Description) -> None:
     short = entry.key[: rendering.SHORT_KEY]
     if entry.status == "untrusted":
         out.hint(rendering.distrust_hint([entry]) or f"ls -ld {entry.object_path}")
+    elif entry.status == "quarantined":
+        again = "mlactl warmup --profile NAME builds it again; " if rendering.is_own(cache) else ""
+        out.hint(f"{again}mlactl cache audit {short} --restore puts it back; mlactl cache rm {short} forgets it")
     elif entry.status != "ok" and rendering.is_own(cache):
         out.hint(f"mlactl cache verify {short} --repair, or mlactl cache rm {short}")
     elif entry.status != "ok":

@@ -17,7 +17,9 @@ from mlactl.errors import CannotRun, UsageError
 from mlactl.ui.output import Column, Output, bytes_text
 
 if TYPE_CHECKING:
+    from mlactl.cache.adapter import CacheAdapter
     from mlactl.cache.removal import PlannedEntry, PrunePlan, PruneResult
+    from mlactl.cache.selectors import Judge
     from mlactl.kernels.spec import CompileSpec
 
 
@@ -32,6 +34,10 @@ def prune(
     unused_for: Annotated[str | None, typer.Option("--unused-for", metavar="14d", help="Not used for this long")] = None,
     max_size: Annotated[str | None, typer.Option("--max-size", metavar="2GiB", help="Least recently used first, down to this")] = None,
     keep_profile: rendering.KeepProfileOption = None,
+    advisory: Annotated[
+        list[str] | None,
+        typer.Option("--advisory", metavar="ID", help="Hit by this advisory; repeatable", autocompletion=rendering.complete_advisory),
+    ] = None,
     locks: Annotated[bool, typer.Option("--locks", help="Lock files, while nobody uses the root")] = False,
     include_prepared: options.IncludePreparedOption = False,
     dry_run: options.DryRunOption = False,
@@ -60,6 +66,7 @@ def prune(
         unused_for_s=None if unused_for is None else parsing.parse_duration(unused_for, "--unused-for"),
         max_bytes=None if max_size is None else parsing.parse_size(max_size, "--max-size"),
         locks=locks,
+        judges=_by_advisory(cache, advisory),
     )
     keep = _kept_specs(keep_profile)
     plan = cache.plan(selectors, keep=keep, include_prepared=include_prepared, on_problem=out.warn)
@@ -93,6 +100,14 @@ def _kept_specs(profiles: list[str] | None) -> tuple[CompileSpec, ...]:
     from mlactl.profiles import load
 
     return tuple(spec for name in profiles for spec in load(name).specs())
+
+
+def _by_advisory(cache: CacheAdapter, ids: list[str] | None) -> tuple[tuple[str, Judge], ...]:
+    if not ids:
+        return ()
+    from mlactl.cache.advisories import bundled, judge
+
+    return ((" ".join(f"--advisory {identity}" for identity in ids), judge(bundled(), ids, cache.kind)),)
 
 
 def _carry_out(out: Output, plan: PrunePlan, *, dry_run: bool, yes: bool) -> None:

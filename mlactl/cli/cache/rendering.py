@@ -36,6 +36,13 @@ def complete_status(incomplete: str) -> list[str]:
     return [status.value for status in Status if status.startswith(incomplete)]
 
 
+def complete_advisory(incomplete: str) -> list[str]:
+    """Ids of this release's advisories that start with what was typed."""
+    from mlactl.cache.advisories import bundled
+
+    return [advisory.id for advisory in bundled().advisories if advisory.id.startswith(incomplete)]
+
+
 KernelFilter = Annotated[
     list[str] | None,
     typer.Option("--kernel", metavar="ID", help="Kernel id, its dotted start, or a pattern; repeatable", autocompletion=complete_kernel),

@@ -1,0 +1,217 @@
+"""`mlactl cache audit`: entries against advisories and their own machine code; set aside and put back."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mlactl.cli import hints, options
+from mlactl.cli.cache import rendering
+from mlactl.cli.cache.rendering import counted
+from mlactl.errors import UsageError
+from mlactl.ui.output import Mode, Output
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mlactl.cache.adapter import CacheAdapter, CacheEntry
+    from mlactl.cache.advisories import Advisories
+    from mlactl.cache.audit import Moved, Report, Result
+
+_SHOWN_KEYS = 3
+
+
+@hints.keeps_root
+def audit(
+    keys: options.OptionalKeysArgument = None,
+    quarantine: Annotated[bool, typer.Option("--quarantine", help="Set convicted entries aside, so that nothing loads them")] = False,
+    restore: Annotated[bool, typer.Option("--restore", help="Put the named entries back that are intact and acquitted")] = False,
+    force: Annotated[bool, typer.Option("--force", help="With --restore: convicted ones too")] = False,
+    facts_only: Annotated[bool, typer.Option("--facts-only", help="Advisories by facts; no machine code is read")] = False,
+    advisories: Annotated[Path | None, typer.Option("--advisories", metavar="FILE", help="More advisories, TOML")] = None,
+    kernel: rendering.KernelFilter = None,
+    arch: options.ArchOption = None,
+    jobs: Annotated[int | None, typer.Option("--jobs", "-j", min=1, help="Disassemblers at a time, default one a core up to 4")] = None,
+    yes: options.YesOption = False,
+    root_kind: options.RootKindOption = options.RootKindChoice.AUTO,
+    cache_dir: options.CacheDirOption = None,
+    output: options.OutputOption = None,
+    json: options.JsonOption = False,
+    quiet: options.QuietOption = False,
+) -> None:
+    """Check machine code against what keys claim, and known faults."""
+    from mlactl.cache.advisories import load
+
+    out = hints.make_output(output, json, quiet, cache_dir, root_kind)
+    _refuse_contradictions(out, keys, quarantine=quarantine, restore=restore, force=force, facts_only=facts_only, yes=yes)
+    known = load(advisories)
+    kernels = rendering.checked_kernels(kernel)
+    cache = rendering.open_cache(out, cache_dir, root_kind)
+    arches = rendering.checked_arches(cache, arch)
+    passed_over: list[str] = []
+    entries = _chosen(cache, keys, kernels, arches, passed_over)
+    for text in passed_over:
+        out.warn(text)
+    if restore:
+        _restore(out, cache, entries, known, force)
+        return
+    report = _audit(out, cache, entries, known, facts_only, jobs)
+    moved: Sequence[Moved] = ()
+    if quarantine and report.convicted:
+        if not yes:
+            _report_human(out, report, (), facts_only, in_full=False)
+        if not out.confirm(f"quarantine {counted(len(report.convicted))} in {', '.join(map(str, cache.paths))}?", yes=yes):
+            raise typer.Abort
+        moved = _quarantine(out, cache, report)
+    _report(out, report, moved, facts_only, in_full=bool(keys), passed_over=passed_over)
+    if report.failing or passed_over:
+        raise typer.Exit(1)
+
+
+def _refuse_contradictions(
+    out: Output, keys: Sequence[str] | None, *, quarantine: bool, restore: bool, force: bool, facts_only: bool, yes: bool
+) -> None:
+    if restore and (quarantine or facts_only):
+        raise UsageError(
+            f"--restore and {'--quarantine' if quarantine else '--facts-only'} were both given", hint="mlactl cache audit KEY --restore, by itself"
+        )
+    if restore and not keys:
+        raise UsageError("--restore without a KEY: expected the entries to put back", hint="mlactl cache ls --status quarantined shows them")
+    if force and not restore:
+        raise UsageError("--force goes with --restore", hint="mlactl cache audit KEY --restore --force")
+    if quarantine and not yes and not out.can_ask:
+        raise UsageError(
+            "setting entries aside needs a yes, and there is no terminal to ask on",
+            hint="add --yes to go ahead, or leave out --quarantine",
+        )
+
+
+def _chosen(
+    cache: CacheAdapter, keys: Sequence[str] | None, kernels: tuple[str, ...], arches: tuple[str, ...], problems: list[str]
+) -> list[CacheEntry]:
+    from mlactl.cache.listing import Filters, select
+
+    if keys:
+        found = {(entry.root, entry.key): entry for entry in map(cache.entry, keys)}
+        return select(found.values(), Filters(kernels, arches))
+    return select(cache.entries(on_problem=problems.append), Filters(kernels, arches))
+
+
+def _audit(out: Output, cache: CacheAdapter, entries: Sequence[CacheEntry], known: Advisories, facts_only: bool, jobs: int | None) -> Report:
+    from mlactl.cache import audit as service
+
+    with out.progress("auditing", sum(not entry.residue for entry in entries), "entries") as task:
+        return service.audit(cache, entries, known, facts_only=facts_only, jobs=jobs, on_done=task.advance)
+
+
+def _quarantine(out: Output, cache: CacheAdapter, report: Report) -> tuple[Moved, ...]:
+    from mlactl.cache.audit import set_convicted_aside
+
+    with out.progress("setting aside", len(report.convicted), "entries") as task:
+        return set_convicted_aside(cache, report, task.advance)
+
+
+def _restore(out: Output, cache: CacheAdapter, entries: Sequence[CacheEntry], known: Advisories, force: bool) -> None:
+    from mlactl.cache.audit import restore
+
+    with out.progress("auditing", len(entries), "entries") as task:
+        moved = restore(cache, entries, known, force=force, on_done=task.advance)
+    back = [item for item in moved if item.done]
+    for item in back:
+        if item.reason:
+            out.warn(f"{item.entry.key} was put back {item.reason}")
+
+    def human() -> None:
+        for item in moved:
+            said = "put back" if item.done else "left as it is"
+            out.line(f"{item.entry.key[: rendering.SHORT_KEY]} {said}{f': {item.reason}' if item.reason else ''}")
+        out.line(f"{len(back)} of {counted(len(moved))} put back")
+
+    rows = [{"key": item.entry.key, "restored": item.done, "reason": item.reason or None} for item in moved]
+    out.document({"entries": rows}, human, lambda: [item.entry.key for item in back])
+    refused = next((item for item in moved if not item.done), None)
+    if refused is not None:
+        short = refused.entry.key[: rendering.SHORT_KEY]
+        if refused.entry.status == "quarantined" and not force:
+            out.hint(f"mlactl warmup --profile NAME builds it again; mlactl cache audit {short} --restore --force puts it back all the same")
+        raise typer.Exit(1)
+
+
+# ---- what is shown
+
+
+def _report(out: Output, report: Report, moved: Sequence[Moved], facts_only: bool, *, in_full: bool, passed_over: Sequence[str]) -> None:
+    if out.mode is Mode.HUMAN:
+        _report_human(out, report, moved, facts_only, in_full)
+        if passed_over:
+            out.line(f"{counted(len(passed_over), 'folder', 'folders')} not looked at")
+        return
+    by_entry = {id(item.entry): item for item in moved}
+    rows = [_row(result, by_entry.get(id(result.entry))) for result in report.results if out.mode is not Mode.QUIET or result.failing]
+    counts = {"audited": len(report.results), "failing": len(report.failing), "facts_only": facts_only, "passed_over": list(passed_over)}
+    out.listing("entries", rows, (), key=lambda row: row["key"], extra=counts)
+
+
+def _row(result: Result, moved: Moved | None) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    from mlactl.cache import listing
+
+    row: dict[str, Any] = {
+        **listing.as_json(result.entry),
+        "root": str(result.entry.root),
+        "verdict": result.verdict,
+        "quarantined": result.quarantined,
+        "reasons": list(result.reasons),
+        "advisories": [advisory.id for advisory in result.advisories],
+        "code": asdict(result.code) if result.code is not None else None,
+    }
+    if moved is not None:
+        row["quarantine"] = {"done": moved.done, "reason": moved.reason or None}
+    return row
+
+
+def _report_human(out: Output, report: Report, moved: Sequence[Moved], facts_only: bool, in_full: bool) -> None:
+    for result in report.results:
+        if in_full or result.guilty or result.verdict == "notice":
+            _result_human(out, result)
+    for advisory in {advisory.id: advisory for result in report.results for advisory in result.advisories}.values():
+        out.line(f"{advisory.id}: {advisory.title}")
+        out.line(f"  what goes wrong: {advisory.consequence}")
+        out.line(f"  what to do: {advisory.remedy}")
+    for item in moved:
+        said = "set aside" if item.done else f"left in place: {item.reason}"
+        out.line(f"{item.entry.key[: rendering.SHORT_KEY]} {said}")
+    counts = Counter(f"{result.verdict}{' and quarantined' if result.quarantined else ''}" for result in report.results)
+    verdicts = f": {', '.join(f'{number} {verdict}' for verdict, number in sorted(counts.items()))}" if counts else ""
+    read = sum(result.code is not None for result in report.results)
+    how = ", by facts alone" if facts_only else f"; machine code of {counted(read)} read"
+    out.line(f"{counted(len(report.results))} audited{verdicts}{how}" if report.results else "0 entries")
+    if moved:
+        out.line(f"{sum(item.done for item in moved)} of {counted(len(moved))} set aside")
+    _hint_at(out, report, moved)
+
+
+def _result_human(out: Output, result: Result) -> None:
+    entry = result.entry
+    what = f"{entry.manifest.spec.label()} for {entry.manifest.arch or 'an unknown arch'}" if entry.manifest else ""
+    said = f"{result.verdict}{' and quarantined' if result.quarantined else ''}"
+    out.line(f"{entry.key[: rendering.SHORT_KEY]} {said} {what}".rstrip())
+    for reason in result.reasons:
+        out.line(f"  {reason}")
+    out.line(f"  {entry.object_path}")
+
+
+def _hint_at(out: Output, report: Report, moved: Sequence[Moved]) -> None:
+    """What to do next: set aside what was convicted, build it again once it is, look at damage with verify."""
+    aside = [item for item in moved if item.done]
+    if aside:
+        out.hint("mlactl warmup --profile NAME builds them again; processes that loaded one keep it until they end")
+    elif report.convicted and not moved:
+        keys = [result.entry.key[: rendering.SHORT_KEY] for result in report.convicted]
+        out.hint(f"mlactl cache audit {' '.join(keys[:_SHOWN_KEYS])}{' …' if len(keys) > _SHOWN_KEYS else ''} --quarantine sets them aside")
+    if any(result.verdict == "damaged" for result in report.failing):
+        out.hint("mlactl cache verify --repair rebuilds damaged entries that this install can build")
