@@ -78,6 +78,9 @@ class Cache:
     def examine(self, entry: Foreign, *, digests_only: bool = False) -> Foreign:
         return entry
 
+    def verify(self, entries: Iterable[Foreign]) -> Sequence[Foreign]:
+        return list(entries)
+
     def read_object(self, entry: Foreign) -> bytes:
         return self.data
 
