@@ -8,11 +8,11 @@ STAMP := $(VENV)/.installed
 
 setup: $(STAMP)
 
+# b12x without what it depends on (triton and more): tests have it write a cache with the compiler that is installed anyway.
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "mlactl needs Python 3.11 or newer, found %d.%d" % sys.version_info[:2])'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	# Without what it depends on, triton and more: tests have it write a cache with the compiler that is here already.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps b12x
 	touch $@
 
