@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from functools import lru_cache
 
+from mlactl.cache.manifest import Manifest
 from mlactl.cache.roots import Layer
 from mlactl.cache.store import Entry, Store
 from mlactl.kernels.spec import FactValue
@@ -29,6 +30,12 @@ class Filters:
     kernels: tuple[str, ...] = ()
     arches: tuple[str, ...] = ()
     statuses: tuple[str, ...] = ()
+
+    def pass_manifest(self, manifest: Manifest) -> bool:
+        """Whether kernel and arch of a manifest are asked for."""
+        if self.arches and manifest.arch not in self.arches:
+            return False
+        return not self.kernels or any(kernel_matches(manifest.spec.kernel_id, name) for name in self.kernels)
 
 
 def collect(store: Store, *, layers: Iterable[Layer] | None = None, on_problem: Callable[[str], None] | None = None) -> list[Entry]:
@@ -54,9 +61,9 @@ def _passes(entry: Entry, filters: Filters) -> bool:
     manifest = entry.manifest
     if filters.statuses and entry.status not in filters.statuses:
         return False
-    if filters.arches and (manifest is None or manifest.arch not in filters.arches):
-        return False
-    return not filters.kernels or (manifest is not None and any(kernel_matches(manifest.spec.kernel_id, name) for name in filters.kernels))
+    if manifest is None:
+        return not filters.arches and not filters.kernels
+    return filters.pass_manifest(manifest)
 
 
 def kernel_matches(kernel_id: str, name: str) -> bool:

@@ -1,7 +1,8 @@
-"""`mlactl cache`: list, explain, verify and prune compiled kernels."""
+"""`mlactl cache`: list, explain, verify, prune and carry compiled kernels."""
 
 import typer
 
+from mlactl.cli.cache.bundle import export, import_
 from mlactl.cli.cache.check import verify
 from mlactl.cli.cache.explain import show, why
 from mlactl.cli.cache.overview import directory, ls, stats
@@ -17,3 +18,5 @@ app.command()(why)
 app.command()(verify)
 app.command()(prune)
 app.command()(rm)
+app.command()(export)
+app.command("import")(import_)
