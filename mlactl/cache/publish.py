@@ -245,8 +245,10 @@ def share(layer: Layer) -> None:
 
 def remove_temporaries(layer: Layer, key: str) -> None:
     """Removes what writers of this key left; the caller holds its exclusive lock, so nobody is writing them any more."""
-    for path in Path(layer.bucket(key)).glob(f"{key}.*{TEMP_SUFFIX}"):
-        path.unlink(missing_ok=True)
+    bucket = layer.bucket(key)
+    for name in os.listdir(bucket):
+        if name.startswith(f"{key}.") and name.endswith(TEMP_SUFFIX):
+            Path(bucket, name).unlink(missing_ok=True)
 
 
 def _writable(store: Store) -> Layer:

@@ -138,10 +138,10 @@ def parse(data: bytes) -> Listing:
 
 
 def header(name: str, size: int) -> bytes:
-    """The tar header block of a member: ustar, a regular file of mode 0644 without owner, group or time."""
-    info = tarfile.TarInfo(name)
-    info.size, info.mode = size, 0o644
-    return info.tobuf(tarfile.USTAR_FORMAT, "ascii", "strict")
+    """The tar header block of a member: POSIX ustar, a regular file of mode 0644 without owner, group or time."""
+    fields = (f"{0o644:07o}\0{0:07o}\0{0:07o}\0{size:011o}\0{0:011o}\0".encode(), b"0" + bytes(100) + b"ustar\x0000" + bytes(247))
+    block = name.encode("ascii").ljust(100, b"\0") + fields[0] + b" " * 8 + fields[1]
+    return block[:148] + f"{sum(block):06o}\0 ".encode() + block[156:]
 
 
 def padding(size: int) -> bytes:

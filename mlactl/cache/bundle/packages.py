@@ -10,7 +10,7 @@ import re
 import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from functools import lru_cache
 
 import msgspec
 
@@ -45,23 +45,27 @@ class Need:
 
 def required(toolchains: Iterable[Toolchain]) -> tuple[Requirement, ...]:
     """What loads objects of these toolchains, by name; raises BadManifest for a version that no package can have."""
-    found: set[tuple[str, str]] = set()
-    for tools in dict.fromkeys(toolchains):
-        versions = dict(tools.distributions)
-        name = f"{LIBRARIES}{tools.flavour}"
-        exact = versions.get(name) or versions.get("nvidia-cutlass-dsl") or ""
-        abi = _ABI.fullmatch(tools.tvm_ffi_abi)
-        # What is printed as a command must not be able to say anything but a version.
-        if not _VERSION.fullmatch(exact) or abi is None:
-            raise BadManifest(f"toolchain names no version of {name} or of tvm-ffi that a package can have: {tools.label()[:120]}")
-        floor = TVM_FFI_FLOORS.get(tools.tvm_ffi_abi, tools.tvm_ffi_abi)
-        found.add((TVM_FFI, f">={floor},<{abi[1]}.{int(abi[2]) + 1}"))
-        found.add((name, f"=={exact}"))
+    found = {pair for tools in toolchains for pair in _required(tools)}
     return tuple(Requirement(name, wanted) for name, wanted in sorted(found))
+
+
+@lru_cache(maxsize=256)
+def _required(tools: Toolchain) -> tuple[tuple[str, str], tuple[str, str]]:
+    versions = dict(tools.distributions)
+    name = f"{LIBRARIES}{tools.flavour}"
+    exact = versions.get(name) or versions.get("nvidia-cutlass-dsl") or ""
+    abi = _ABI.fullmatch(tools.tvm_ffi_abi)
+    # What is printed as a command must not be able to say anything but a version.
+    if not _VERSION.fullmatch(exact) or abi is None:
+        raise BadManifest(f"toolchain names no version of {name} or of tvm-ffi that a package can have: {tools.label()[:120]}")
+    floor = TVM_FFI_FLOORS.get(tools.tvm_ffi_abi, tools.tvm_ffi_abi)
+    return (TVM_FFI, f">={floor},<{abi[1]}.{int(abi[2]) + 1}"), (name, f"=={exact}")
 
 
 def needs(requirements: Iterable[Requirement]) -> tuple[Need, ...]:
     """Each requirement with what this interpreter has installed."""
+    from importlib.metadata import PackageNotFoundError, version
+
     found = []
     for wanted in requirements:
         try:

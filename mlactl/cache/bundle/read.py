@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import BinaryIO
 
@@ -16,11 +14,6 @@ from mlactl.cache.bundle.packages import required
 from mlactl.cache.entry import check_object
 from mlactl.cache.manifest import BadManifest, Manifest, parse
 from mlactl.cache.toolchain import Toolchain
-
-_WORKERS = 2
-_PENDING_BYTES = 32 << 20
-"""Objects read and not checked yet; one that is larger goes alone."""
-
 
 @dataclass(frozen=True, slots=True)
 class Checked:
@@ -54,26 +47,14 @@ class Bundle:
     def entries(self) -> Iterator[Checked]:
         """Every entry in the order of the list. Only when this has come to its end is the bundle known to be good."""
         toolchains: dict[Toolchain, None] = {}
-        pending: deque[tuple[int, Future[Checked]]] = deque()
-        waiting = 0
-        with ThreadPoolExecutor(_WORKERS) as workers:
-            try:
-                for row in self.listing.entries:
-                    text, data = (self._member(file.name, file.size) for file in row.files)
-                    pending.append((len(data), workers.submit(_check, row, text, data)))
-                    waiting += len(data)
-                    while pending and (waiting > _PENDING_BYTES or pending[0][1].done()):
-                        size, first = pending.popleft()
-                        waiting -= size
-                        yield _told(first.result(), toolchains)
-                if self._frames.read(len(layout.END)) != layout.END:
-                    raise BadBundle(f"a member that {layout.LISTING_NAME} does not list follows the last entry")
-                self._frames.finish()
-                while pending:
-                    yield _told(pending.popleft()[1].result(), toolchains)
-            finally:
-                for _, left in pending:
-                    left.cancel()
+        for row in self.listing.entries:
+            text, data = (self._member(file.name, file.size) for file in row.files)
+            checked = _check(row, text, data)
+            toolchains[checked.manifest.toolchain] = None
+            yield checked
+        if self._frames.read(len(layout.END)) != layout.END:
+            raise BadBundle(f"a member that {layout.LISTING_NAME} does not list follows the last entry")
+        self._frames.finish()
         if required(toolchains) != self.listing.requires:
             raise BadBundle(f"{layout.LISTING_NAME} requires other packages than its entries do")
 
@@ -105,11 +86,6 @@ def _size_of(block: bytes) -> int | None:
     """The size that a ustar header gives, None when the field is no octal number."""
     field = block[124:136].rstrip(b"\0 ")
     return int(field, 8) if field and not field.strip(b"01234567") else None
-
-
-def _told(checked: Checked, toolchains: dict[Toolchain, None]) -> Checked:
-    toolchains[checked.manifest.toolchain] = None
-    return checked
 
 
 def _check(row: EntryRow, text: bytes, data: bytes) -> Checked:

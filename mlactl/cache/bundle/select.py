@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from mlactl.cache import listing
-from mlactl.cache.entry import Entry, Status, read_entry
+from mlactl.cache.entry import Entry, Status
 from mlactl.cache.manifest import Manifest
 from mlactl.cache.store import Miss, Store
 from mlactl.cache.trust import Untrusted
@@ -72,8 +72,3 @@ def by_filters(store: Store, filters: listing.Filters, on_problem: Callable[[str
             found.setdefault(entry.key, []).append(entry)
     aside = {key for key, entries in found.items() if all(entry.status is Status.QUARANTINED for entry in entries)}
     return Selection(tuple(sorted(found.keys() - aside)), quarantined=tuple(sorted(aside)))
-
-
-def candidates(store: Store, key: str) -> list[Entry]:
-    """The entries of a key in the order of the layers."""
-    return [entry for layer in store.roots.layers if (entry := read_entry(layer, key)) is not None]
