@@ -2,8 +2,9 @@
 
     python benchmarks/cache_bundle.py [--entries 3000] [--rounds 5]
 
-Every object is a real one with every second instruction replaced by bytes of its own, so that no two are alike. Extraction
-is timed twice: as it is, and followed by `sync -f`, since an import ends with its files on the disk. Exits 1 when export or import is below 0.5 of the plain arm's speed.
+Every object is a real one with every second instruction replaced by bytes of its own, so that no two are alike.
+Extraction is timed twice: as it is, and followed by `sync -f`, which is what an import does: it ends with its files on the
+disk. Exits 1 when export is below 0.5 of the speed of `tar | zstd`, or import below 0.5 of extraction with its sync.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def main() -> int:
     medians = {arm: statistics.median(samples) for arm, samples in seconds.items()}
     ratios = {
         "export speed / tar | zstd": (medians["tar | zstd"] / medians["export"], "at least", BOUND),
-        "import speed / zstd -d | tar -x": (medians["zstd -d | tar -x"] / medians["import"], "at least", BOUND),
+        "import speed / zstd -d | tar -x": (medians["zstd -d | tar -x"] / medians["import"], "at least", 0.0),
         "import speed / zstd -d | tar -x; sync": (medians["zstd -d | tar -x; sync"] / medians["import"], "at least", BOUND),
     }
     title = f"cache export and import, {wanted.entries} entries of {len(data)} bytes; compressed {sizes}"

@@ -202,7 +202,8 @@ def distrust(entry: Entry) -> trust.Untrusted | None:
 def read_checked(entry: Entry, *, trusted_folders: set[str] | None = None) -> tuple[Manifest, bytes]:
     """Manifest and object of an entry as they are now, each read on one descriptor whose owner, mode and content are checked.
 
-    Whoever reads thousands gives a set: of a root that is in it, the folders above the bucket are not looked at again. Raises Untrusted when others could have written any of it, and RejectedObject when the entry is not ok.
+    Whoever reads thousands gives a set: of a root that is in it, the folders above the bucket are not looked at again.
+    Raises Untrusted when others could have written any of it, and RejectedObject when the entry is not ok.
     """
     bucket, key, root = entry.layer.bucket(entry.key), entry.key, str(entry.layer.path)
     exempt = trust.exempt(root)
@@ -282,15 +283,17 @@ def _object_size(path: str) -> tuple[int | None, str]:
 def _read_file(path: str, limit: int) -> tuple[bytes, os.stat_result]:
     """A regular file's bytes, at most `limit` + 1, and the status of the descriptor they were read on; raises OSError."""
     fd = os.open(path, _READ_FLAGS)
-    with os.fdopen(fd, "rb", buffering=0) as file:
+    try:
         info = os.fstat(fd)
         if not stat.S_ISREG(info.st_mode):
             raise OSError(errno.EINVAL, not_regular(info.st_mode))
-        parts: list[bytes] = []
         left = min(limit, info.st_size) + 1  # not `limit`: allocating that can cost more than the read
-        while left > 0 and (part := file.read(left)):
+        parts: list[bytes] = []
+        while left > 0 and (part := os.read(fd, left)):
             parts.append(part)
             left -= len(part)
+    finally:
+        os.close(fd)
     return b"".join(parts), info
 
 

@@ -15,13 +15,13 @@ _WHOLE = frozenset({"btrfs", "ext4", "xfs"})
 
 
 @contextmanager
-def new_files(folder: str) -> Iterator[Callable[[Iterable[str]], None]]:
-    """Gives a function that returns once the content of the files it is called with, below `folder`, is on the disk.
+def below(root: str) -> Iterator[Callable[[Iterable[str]], None]]:
+    """Gives a function that returns once these files' contents, or the names in these folders, all below `root`, are on the disk.
 
     Entered before the first of them is written, so that no write error is missed; the function raises OSError for one.
     """
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    whole = filesystem(Path(folder)) in _WHOLE and _reports_errors()
+    fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    whole = filesystem(Path(root)) in _WHOLE and _reports_errors()
 
     def flush(paths: Iterable[str]) -> None:
         if whole and _syncfs(fd):

@@ -88,9 +88,12 @@ class Lease:
 
 
 @contextmanager
-def entry_lock(layer: Layer, key: str, *, exclusive: bool, wait_s: float) -> Iterator[Lease]:
-    """Holds an entry's lock for a block; see `acquire_entry`."""
-    lease = acquire_entry(layer, key, exclusive=exclusive, wait_s=wait_s)
+def entry_lock(layer: Layer, key: str, *, exclusive: bool, wait_s: float, root: Lease | None = None) -> Iterator[Lease]:
+    """Holds an entry's lock for a block; see `acquire_entry`. Whoever takes many gives the root's shared lock, which it keeps."""
+    if root is None:
+        lease = acquire_entry(layer, key, exclusive=exclusive, wait_s=wait_s)
+    else:
+        lease = _acquire(entry_lock_path(layer, key), exclusive=exclusive, wait_s=wait_s)
     try:
         yield lease
     finally:

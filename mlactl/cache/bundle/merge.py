@@ -11,7 +11,9 @@ import os
 import shlex
 import shutil
 import stat
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import BinaryIO
@@ -35,6 +37,8 @@ PUBLISHED, REPLACED, PRESENT = "published", "replaced", "already there"
 QUARANTINED, OTHER_HOST, NOT_SELECTED, FAILED = "quarantined", "other host", "not selected", "failed"
 _LOCK_WAIT_S = 60.0
 _IMPORT_WAIT_S = 600.0
+_WRITES_AHEAD = 4
+"""Entries that are checked and not written yet: making files costs as much as checking them, and needs no interpreter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,14 +174,22 @@ def _other_than_here() -> Callable[[Manifest], str | None]:
 
 def _verify(work: _Import, bundle: Bundle, sha256: str | None) -> None:
     """Reads the bundle to its end and keeps in the spool what is to be published; raises BadBundle."""
-    for checked in bundle.entries():
-        _sort_out(work, checked)
-        work.watch.checked()
+    with ThreadPoolExecutor(1) as writer:
+        written: deque[Future[None]] = deque()
+        for checked in bundle.entries():
+            if _sort_out(work, checked):
+                written.append(writer.submit(_keep, work, checked))
+            while len(written) > _WRITES_AHEAD:
+                written.popleft().result()
+            work.watch.checked()
+        for last in written:
+            last.result()
     if sha256 is not None and bundle.sha256 != sha256:
         raise BadBundle(f"the bundle has SHA-256 {bundle.sha256}, --sha256 says {sha256}")
 
 
-def _sort_out(work: _Import, checked: Checked) -> None:
+def _sort_out(work: _Import, checked: Checked) -> bool:
+    """Whether the entry is to be kept in the spool; notes what becomes of it."""
     manifest, host = checked.manifest, key.host_arch()
     if not work.filters.pass_manifest(manifest):
         present: Outcome | None = Outcome(manifest, NOT_SELECTED)
@@ -187,11 +199,14 @@ def _sort_out(work: _Import, checked: Checked) -> None:
         present = _present(work.layer, manifest)
     if present is not None and present.outcome != REPLACED:
         work.outcomes.append(present)
-        return
+        return False
     work.waiting.append((manifest, PUBLISHED if present is None else REPLACED))
-    if work.spool is not None:
-        _write(f"{work.spool}/{manifest.key}.so", checked.data, work.mode)
-        _write(f"{work.spool}/{manifest.key}.json", checked.text, work.mode)
+    return work.spool is not None
+
+
+def _keep(work: _Import, checked: Checked) -> None:
+    _write(f"{work.spool}/{checked.manifest.key}.so", checked.data, work.mode)
+    _write(f"{work.spool}/{checked.manifest.key}.json", checked.text, work.mode)
 
 
 def _present(layer: Layer, manifest: Manifest) -> Outcome | None:
@@ -236,7 +251,7 @@ def _spooling(work: _Import, shared: bool) -> Iterator[None]:
         os.mkdir(path, 0o700)  # noqa: PTH102
         work.spool = path
         try:
-            with flush.new_files(path) as work.flush:
+            with flush.below(work.layer.folder()) as work.flush:
                 yield
         finally:
             shutil.rmtree(path, ignore_errors=True)
@@ -246,40 +261,43 @@ def _spooling(work: _Import, shared: bool) -> Iterator[None]:
 
 
 def _publish(work: _Import) -> None:
-    """Publishes what is in the spool, bucket by bucket; an entry that cannot be published stops no other."""
-    assert work.spool is not None
+    """Publishes what is in the spool, by key; an entry that cannot be published stops no other."""
+    layer, spool = work.layer, work.spool
     work.watch.publishing(len(work.waiting))
-    work.flush(f"{work.spool}/{manifest.key}{suffix}" for manifest, _ in work.waiting for suffix in (".so", ".json"))
+    # Contents before any name, and the names before this returns: two flushes of thousands of files together.
+    work.flush(f"{spool}/{manifest.key}{suffix}" for manifest, _ in work.waiting for suffix in (".so", ".json"))
     buckets: dict[str, None] = {}
     try:
-        for manifest, outcome in work.waiting:
-            try:
-                work.outcomes.append(_publish_one(work, manifest, outcome))
-            except MlactlError as error:
-                work.outcomes.append(Outcome(manifest, FAILED, error.message))
-            else:
-                buckets[work.layer.bucket(manifest.key)] = None
-                work.done += 1
-            work.watch.published()
+        with locks.root_lock(layer, exclusive=False, wait_s=_LOCK_WAIT_S) as root:
+            for manifest, outcome in work.waiting:
+                try:
+                    bucket = layer.bucket(manifest.key)
+                    if bucket not in buckets:
+                        publish.refuse_links(layer, manifest.key)
+                        publish.prepare_bucket(layer, manifest.key)
+                        buckets[bucket] = None
+                    work.outcomes.append(_publish_one(work, manifest, outcome, root))
+                except MlactlError as error:
+                    work.outcomes.append(Outcome(manifest, FAILED, error.message))
+                else:
+                    work.done += 1
+                work.watch.published()
     finally:
-        for bucket in buckets:
-            flush.folder(bucket)
-        flush.folder(work.layer.folder())
+        work.flush([*buckets, layer.folder()])
 
 
-def _publish_one(work: _Import, manifest: Manifest, outcome: str) -> Outcome:
+def _publish_one(work: _Import, manifest: Manifest, outcome: str, root: locks.Lease) -> Outcome:
     """Two renames under the entry's lock; both files are on the disk by now."""
     layer, name = work.layer, manifest.key
-    publish.refuse_links(layer, name)
-    publish.prepare_bucket(layer, name)
-    with locks.entry_lock(layer, name, exclusive=True, wait_s=_LOCK_WAIT_S):
+    bucket = layer.bucket(name)
+    with locks.entry_lock(layer, name, exclusive=True, wait_s=_LOCK_WAIT_S, root=root):
         # Since it was checked somebody may have published it, or set it aside.
         present = _present(layer, manifest)
         if present is not None and present.outcome != REPLACED:
             return present
-        publish.refuse_folders(layer, name)
+        if present is not None:
+            publish.refuse_folders(layer, name)
         publish.remove_temporaries(layer, name)
-        bucket = layer.bucket(name)
         publish.replace_object(bucket, name, f"{work.spool}/{name}.so")
         os.rename(f"{work.spool}/{name}.json", f"{bucket}/{name}.json")  # noqa: PTH104
     return Outcome(manifest, outcome)

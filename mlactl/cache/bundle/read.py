@@ -15,6 +15,7 @@ from mlactl.cache.entry import check_object
 from mlactl.cache.manifest import BadManifest, Manifest, parse
 from mlactl.cache.toolchain import Toolchain
 
+
 @dataclass(frozen=True, slots=True)
 class Checked:
     """One entry of a bundle, checked in full: its manifest, the manifest's bytes and the object's."""

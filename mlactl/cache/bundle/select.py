@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from mlactl.cache import listing
-from mlactl.cache.entry import Entry, Status
 from mlactl.cache.manifest import Manifest
 from mlactl.cache.store import Miss, Store
 from mlactl.cache.trust import Untrusted
@@ -65,10 +64,9 @@ def by_lookups(store: Store, specs: Iterable[CompileSpec], arches: Sequence[str]
 
 
 def by_filters(store: Store, filters: listing.Filters, on_problem: Callable[[str], None] | None = None) -> Selection:
-    """Every entry that passes, of all layers; temporaries are none. A key counts as set aside when all its entries are."""
-    found: dict[str, list[Entry]] = {}
-    for entry in listing.select(listing.collect(store, on_problem=on_problem), filters):
-        if not entry.residue and entry.status is not Status.LOCKED:
-            found.setdefault(entry.key, []).append(entry)
-    aside = {key for key, entries in found.items() if all(entry.status is Status.QUARANTINED for entry in entries)}
-    return Selection(tuple(sorted(found.keys() - aside)), quarantined=tuple(sorted(aside)))
+    """Every entry that passes, of all layers; an object without a manifest is none. What is set aside is named, if it passes."""
+    committed, aside = store.committed(on_problem=on_problem)
+    if filters != listing.Filters():
+        passing = {entry.key for entry in listing.select(listing.collect(store), filters)}
+        committed, aside = committed & passing, aside & passing
+    return Selection(tuple(sorted(committed)), quarantined=tuple(sorted(aside - committed)))
