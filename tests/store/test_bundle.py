@@ -86,7 +86,10 @@ def test_any_tar_reads_it_and_its_list_says_what_is_in_it(bundle: bytes, three: 
         members = archive.getmembers()
         content = {member.name: archive.extractfile(member).read() for member in members}  # type: ignore[union-attr]
     keys = sorted(entry.key for entry in three)
-    assert [member.name for member in members] == ["bundle.json", *(name for key in keys for name in (f"{key[:2]}/{key}.json", f"{key[:2]}/{key}.so"))]
+    assert [member.name for member in members] == [
+        "bundle.json",
+        *(name for key in keys for name in (f"{key[:2]}/{key}.json", f"{key[:2]}/{key}.so")),
+    ]
     assert {(member.mode, member.uid, member.gid, member.mtime, member.uname, member.gname, member.type) for member in members} == {
         (0o644, 0, 0, 0, "", "", tarfile.REGTYPE)
     }
@@ -186,7 +189,9 @@ def test_lookups_select_what_a_launch_would_load(store: Store, three: list[Entry
     specs = (SPEC, tiny.spec(3), tiny.spec(5))
     selection = select.by_lookups(store, specs, ("sm_120a",))
     assert selection.keys == tuple(sorted(entry.key for entry in three[:2]))
-    assert [(item.key, item.label) for item in selection.missing] == [(inputs_for(tiny.spec(5), "sm_120a").key(), f"{tiny.spec(5).label()} for sm_120a")]
+    assert [(item.key, item.label) for item in selection.missing] == [
+        (inputs_for(tiny.spec(5), "sm_120a").key(), f"{tiny.spec(5).label()} for sm_120a")
+    ]
     assert select.by_lookups(store, specs, ("sm_120a",), kernels=("attention",)) == select.Selection(())
 
 

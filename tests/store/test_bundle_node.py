@@ -17,7 +17,20 @@ import tiny
 from mlactl.cache.store import Entry, Store
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-LIGHT = ("typer", "rich", "msgspec", "pyelftools", "zstandard", "fsspec", "tomli", "typing_extensions", "click", "shellingham", "markdown_it_py", "mdurl")
+LIGHT = (
+    "typer",
+    "rich",
+    "msgspec",
+    "pyelftools",
+    "zstandard",
+    "fsspec",
+    "tomli",
+    "typing_extensions",
+    "click",
+    "shellingham",
+    "markdown_it_py",
+    "mdurl",
+)
 LIGHT += ("pygments", "annotated_doc")
 
 SCRIPT = """
@@ -113,6 +126,17 @@ def test_two_toolchains_in_one_bundle_are_named_by_the_lookup(
     stand_ins.publish(store, prebuilt, tiny.spec(), toolchain=stand_ins.older_toolchain())
     path = tmp_path / "bundle.tar.zst"
     path.write_bytes(test_bundle.bundle_of(store))
-    command = [sys.executable, "-S", "-E", "-c", SCRIPT, str(REPOSITORY), str(Path(tiny.__file__).parent), str(packages), str(tmp_path / "node"), str(path)]
+    command = [
+        sys.executable,
+        "-S",
+        "-E",
+        "-c",
+        SCRIPT,
+        str(REPOSITORY),
+        str(Path(tiny.__file__).parent),
+        str(packages),
+        str(tmp_path / "node"),
+        str(path),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert "objects of 2 toolchains fit and no compiler here says which is meant" in done.stderr

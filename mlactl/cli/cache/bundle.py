@@ -60,7 +60,8 @@ def export(
     warmups: tuple[str, ...] = ()
     if profile:
         arches = arches or _default_arches(out)
-        warmups = tuple(shlex.join(["mlactl", "warmup", "--profile", name, *(f"--arch={each}" for each in arches)]) for name in profile)
+        words = [word for each in arches for word in ("--arch", each)]
+        warmups = tuple(shlex.join(["mlactl", "warmup", "--profile", name, *words]) for name in profile)
     selection = _select(out, store, keys, profile, arches, kernels)
     if not selection.keys and not selection.missing:
         aside = f", {counted(len(selection.quarantined))} set aside" if selection.quarantined else ""
