@@ -29,12 +29,11 @@ def bundle(store: Store, publish: Callable[..., Entry]) -> bytes:
 
 
 def refused(data: bytes) -> bool:
-    """Whether reading it ends in the one error there is for it."""
+    """Whether reading it ends in the one error there is for it; any other comes through."""
     try:
         for _ in Bundle(io.BytesIO(data)).entries():
             pass
-    except BadBundle as error:
-        assert error.message
+    except BadBundle:
         return True
     return False
 

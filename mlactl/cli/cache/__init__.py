@@ -2,13 +2,14 @@
 
 import typer
 
-from mlactl.cli.cache.bundle import export, import_
+from mlactl.cli.cache.bring_in import import_
 from mlactl.cli.cache.check import verify
 from mlactl.cli.cache.explain import show, why
+from mlactl.cli.cache.export import export
 from mlactl.cli.cache.overview import directory, ls, stats
 from mlactl.cli.cache.remove import prune, rm
 
-app = typer.Typer(help="List, explain, verify and prune compiled kernels", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(help="List, explain, verify, prune and carry compiled kernels", no_args_is_help=True, rich_markup_mode=None)
 
 app.command()(ls)
 app.command()(show)

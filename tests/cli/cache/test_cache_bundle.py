@@ -56,7 +56,7 @@ def test_export_in_every_mode(cache, filled, tmp_path):
     assert [entry["key"] for entry in document["entries"]] == keys(filled.all)
     assert (document["sha256"], document["bytes"], document["bundle"]) == (digest, path.stat().st_size, str(path))
     assert document["entries"][0].keys() == {"key", "spec", "arch", "host_arch", "object_bytes"}
-    assert [item["name"] for item in document["requires"]][0] == "apache-tvm-ffi"
+    assert document["requires"][0]["name"] == "apache-tvm-ffi"
     assert done["quiet"].lines == keys(filled.all)
     assert done["human"].lines[0].startswith("exported 6 entries (")
     assert done["human"].lines[1] == f"sha256 {digest}"
