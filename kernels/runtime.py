@@ -200,4 +200,6 @@ def runtime_library(flavour: str) -> Path:
         path = Path(base) / flavour / "lib" / "libcute_dsl_runtime.so"
         if path.is_file():
             return path
-    raise EnvironmentUnfit(f"libcute_dsl_runtime.so of flavour {flavour} was not found", hint=f"pip install 'nvidia-cutlass-dsl[{flavour}]==4.8.1'")
+    # The wheel alone: what it depends on is the compiler, which loading does not need.
+    wheel = f"nvidia-cutlass-dsl-libs-{flavour}==4.8.1"
+    raise EnvironmentUnfit(f"libcute_dsl_runtime.so of flavour {flavour} was not found", hint=f"pip install --no-deps {wheel}")

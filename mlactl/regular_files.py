@@ -9,6 +9,7 @@ import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from mlactl.errors import CannotRun, UsageError
 from mlactl.printable import plain
@@ -77,7 +78,14 @@ def require_target(target: Path, sources: Sequence[Path] = ()) -> None:
 
 
 def write_file(data: bytes, target: Path, *, force: bool, sources: Sequence[Path] = ()) -> None:
-    """Writes a file that is complete whenever it is there.
+    """Writes a file that is complete whenever it is there; see `replacing`."""
+    with replacing(target, force=force, sources=sources) as file:
+        file.write(data)
+
+
+@contextmanager
+def replacing(target: Path, *, force: bool, sources: Sequence[Path] = ()) -> Iterator[BinaryIO]:
+    """Gives a temporary beside the target, which it takes the place of when the block ends, and is gone when that fails.
 
     Only a regular file is ever replaced, and only with `force`; through a symbolic link it is the link's target. Raises
     UsageError for what must not be replaced and CannotRun for what cannot be written.
@@ -90,7 +98,7 @@ def write_file(data: bytes, target: Path, *, force: bool, sources: Sequence[Path
     temporary = place.with_name(f".{place.name}.{os.getpid()}.tmp")
     try:
         with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), "wb") as file:
-            file.write(data)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         if force:

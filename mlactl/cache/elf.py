@@ -183,11 +183,10 @@ def _read_elf(data: bytes, at: int, part: str) -> _Elf:
     end = max(table + count * entry, segments + segment_count * segment)
     if end > room:
         raise BadElf(f"its program headers end at byte {end} of {room}: cut short or damaged", part)
-    for section in sections:
-        if section.kind not in (0, SHT_NOBITS):
-            if section.offset + section.size > room:
-                raise BadElf(f"a section ends at byte {section.offset + section.size} of {room}: cut short or damaged", part)
-            end = max(end, section.offset + section.size)
+    last = max((offset + size for _, held, _, _, offset, size, _, _, _, _ in sections if held not in (0, SHT_NOBITS)), default=0)
+    if last > room:
+        raise BadElf(f"a section ends at byte {last} of {room}: cut short or damaged", part)
+    end = max(end, last)
     names = sections[names_index]
     if names.kind != SHT_STRTAB:
         raise BadElf("its section names are no string table", part)

@@ -23,6 +23,10 @@ from mlactl.kernels.errors import BadObject
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # NONBLOCK: a FIFO in an entry's place must not hang us
 
 
+REMOVED = "removed meanwhile"
+"""Detail of an entry of which a layer has no file."""
+
+
 class Status(StrEnum):
     """State of an entry, in the words every listing uses; anything but `ok` is a miss at load. `key` and `schema` are of foreign roots."""
 
@@ -197,19 +201,23 @@ def distrust(entry: Entry) -> trust.Untrusted | None:
     return None
 
 
-def read_checked(entry: Entry) -> tuple[Manifest, bytes]:
+def read_checked(entry: Entry, *, trusted_folders: set[str] | None = None) -> tuple[Manifest, bytes]:
     """Manifest and object of an entry as they are now, each read on one descriptor whose owner, mode and content are checked.
 
+    Whoever reads thousands gives a set: of a root that is in it, the folders above the bucket are not looked at again.
     Raises Untrusted when others could have written any of it, and RejectedObject when the entry is not ok.
     """
     bucket, key, root = entry.layer.bucket(entry.key), entry.key, str(entry.layer.path)
     exempt = trust.exempt(root)
-    if not exempt:
+    if not exempt and (trusted_folders is None or root not in trusted_folders):
         trust.check_folders(bucket, root)
-    fresh = read_entry(entry.layer, key) or _restate(entry, Status.NO_OBJECT, "removed meanwhile")
-    if fresh.status is not Status.OK:
-        raise RejectedObject(fresh)
+        if trusted_folders is not None:
+            trusted_folders.add(root)
     try:
+        if linked(entry.layer, key) is not None or os.path.lexists(f"{bucket}/{key}.quarantined"):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), bucket)
+        if not exempt:
+            trust.check(bucket, os.lstat(bucket))
         text, info = _read_file(f"{bucket}/{key}.json", MAX_BYTES)
         if not exempt:
             trust.check(f"{bucket}/{key}.json", info)
@@ -218,18 +226,26 @@ def read_checked(entry: Entry) -> tuple[Manifest, bytes]:
         if not exempt:
             trust.check(f"{bucket}/{key}.so", info)
     except BadManifest as error:
-        raise RejectedObject(_restate(fresh, Status.BAD_MANIFEST, error.reason)) from None
+        raise _rejected(entry, Status.BAD_MANIFEST, error.reason) from None
     except OSError as error:
-        raise RejectedObject(_restate(fresh, Status.NO_OBJECT, _why(error))) from None
+        raise _rejected(entry, Status.NO_OBJECT, _why(error)) from None
     status, detail = check_object(manifest, data) if manifest.key == key else (Status.BAD_MANIFEST, f"it is the manifest of {manifest.key}")
     if status is not Status.OK:
-        raise RejectedObject(_restate(fresh, status, detail))
+        raise _rejected(entry, status, detail)
     return manifest, data
 
 
 def read_object(entry: Entry) -> bytes:
     """The object's bytes as they are, nothing checked; raises OSError, also for what is no regular file."""
     return _read_file(str(entry.object_path), MAX_OBJECT_BYTES)[0]
+
+
+def _rejected(entry: Entry, status: Status, detail: str) -> RejectedObject:
+    """The refusal of an entry whose reading failed: what names, sizes and manifest say by now, else what reading found."""
+    fresh = read_entry(entry.layer, entry.key)
+    if fresh is None:
+        return RejectedObject(_restate(entry, Status.NO_OBJECT, REMOVED))
+    return RejectedObject(fresh if fresh.status is not Status.OK else _restate(fresh, status, detail))
 
 
 def _restate(entry: Entry, status: Status, detail: str) -> Entry:
@@ -272,17 +288,19 @@ def _object_size(path: str) -> tuple[int | None, str]:
 
 
 def _read_file(path: str, limit: int) -> tuple[bytes, os.stat_result]:
-    """At most `limit` + 1 bytes of a regular file and the status of the descriptor they were read on; raises OSError."""
+    """A regular file's bytes, at most `limit` + 1, and the status of the descriptor they were read on; raises OSError."""
     fd = os.open(path, _READ_FLAGS)
-    with os.fdopen(fd, "rb", buffering=0) as file:
+    try:
         info = os.fstat(fd)
         if not stat.S_ISREG(info.st_mode):
             raise OSError(errno.EINVAL, not_regular(info.st_mode))
+        left = min(limit, info.st_size) + 1  # not `limit`: allocating that can cost more than the read
         parts: list[bytes] = []
-        left = limit + 1
-        while left > 0 and (part := file.read(left)):
+        while left > 0 and (part := os.read(fd, left)):
             parts.append(part)
             left -= len(part)
+    finally:
+        os.close(fd)
     return b"".join(parts), info
 
 

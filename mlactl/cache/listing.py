@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Any, TypeVar
 
-from mlactl.cache.adapter import CacheEntry
+from mlactl.cache.adapter import CacheEntry, ManifestView
 from mlactl.cache.roots import Layer
 from mlactl.cache.store import Entry, Store
 
@@ -33,6 +33,12 @@ class Filters:
     kernels: tuple[str, ...] = ()
     arches: tuple[str, ...] = ()
     statuses: tuple[str, ...] = ()
+
+    def pass_manifest(self, manifest: ManifestView) -> bool:
+        """Whether kernel and arch of a manifest are asked for."""
+        if self.arches and manifest.arch not in self.arches:
+            return False
+        return not self.kernels or any(kernel_matches(manifest.spec.kernel_id, name) for name in self.kernels)
 
 
 def collect(store: Store, *, layers: Iterable[Layer] | None = None, on_problem: Callable[[str], None] | None = None) -> list[Entry]:
@@ -64,9 +70,9 @@ def _passes(entry: CacheEntry, filters: Filters) -> bool:
     manifest = entry.manifest
     if filters.statuses and entry.status not in filters.statuses:
         return False
-    if filters.arches and (manifest is None or manifest.arch not in filters.arches):
-        return False
-    return not filters.kernels or (manifest is not None and any(kernel_matches(manifest.spec.kernel_id, name) for name in filters.kernels))
+    if manifest is None:
+        return not filters.arches and not filters.kernels
+    return filters.pass_manifest(manifest)
 
 
 def kernel_matches(kernel_id: str, name: str) -> bool:

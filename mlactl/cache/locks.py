@@ -3,6 +3,7 @@
 `<bucket>/<key>.lock` is held exclusively by a publisher or remover and shared by readers, until their process ends.
 `v1/root.lock` is held shared by whoever holds an entry lock; only `prune --locks` takes it exclusively, to unlink lock
 files: a lock file that is unlinked while somebody opens it would let two processes hold "the" lock.
+`v1/import.lock` is held exclusively by an import, so that its spool is nobody else's.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 import shlex
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -26,6 +27,7 @@ from mlactl.cache.roots import Layer
 from mlactl.errors import CannotRun
 
 ROOT_LOCK = "root.lock"
+IMPORT_LOCK = "import.lock"
 LOCK_SUFFIX = ".lock"
 
 _READERS_SEEN = 5
@@ -86,9 +88,12 @@ class Lease:
 
 
 @contextmanager
-def entry_lock(layer: Layer, key: str, *, exclusive: bool, wait_s: float) -> Iterator[Lease]:
-    """Holds an entry's lock for a block; see `acquire_entry`."""
-    lease = acquire_entry(layer, key, exclusive=exclusive, wait_s=wait_s)
+def entry_lock(layer: Layer, key: str, *, exclusive: bool, wait_s: float, root: Lease | None = None) -> Iterator[Lease]:
+    """Holds an entry's lock for a block; see `acquire_entry`. Whoever takes many gives the root's shared lock, which it keeps."""
+    if root is None:
+        lease = acquire_entry(layer, key, exclusive=exclusive, wait_s=wait_s)
+    else:
+        lease = _acquire(entry_lock_path(layer, key), exclusive=exclusive, wait_s=wait_s)
     try:
         yield lease
     finally:
@@ -99,6 +104,21 @@ def entry_lock(layer: Layer, key: str, *, exclusive: bool, wait_s: float) -> Ite
 def root_lock(layer: Layer, *, exclusive: bool = True, wait_s: float = 0.0) -> Iterator[Lease]:
     """Holds the lock of the whole root for a block; exclusively it means that no entry is locked by anybody."""
     lease = acquire_root(layer, exclusive=exclusive, wait_s=wait_s)
+    try:
+        yield lease
+    finally:
+        lease.close()
+
+
+@contextmanager
+def import_lock(layer: Layer, *, wait_s: float, on_wait: Callable[[str], None]) -> Iterator[Lease]:
+    """Holds for a block the right to import into a root; who holds it is told to `on_wait` before it waits. Raises LockBusy."""
+    path = f"{layer.folder()}/{IMPORT_LOCK}"
+    try:
+        lease = _acquire(path, exclusive=True, wait_s=0.0)
+    except LockBusy as busy:
+        on_wait(busy.message)
+        lease = _acquire(path, exclusive=True, wait_s=wait_s)
     try:
         yield lease
     finally:

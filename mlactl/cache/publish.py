@@ -24,7 +24,7 @@ from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
 
-from mlactl.cache import elf, locks, trust
+from mlactl.cache import elf, flush, locks, trust
 from mlactl.cache import toolchain as toolchains
 from mlactl.cache.entry import Entry, RejectedObject, Status, linked, read_checked, read_entry, status_of_part
 from mlactl.cache.key import KeyInputs, inputs_for, symbol_for
@@ -104,15 +104,15 @@ def compile_and_publish(
     inputs = inputs_for(spec, arch)
     linker_path, linker = find_linker()
     layer, key = _writable(store), inputs.key()
-    _refuse_links(layer, key)
-    with _writing(layer.path):
+    refuse_links(layer, key)
+    with writing(layer.path):
         mode = prepare(layer, key, shared=shared)
         trust.check_folders(layer.bucket(key), str(layer.path))
         with locks.entry_lock(layer, key, exclusive=True, wait_s=lock_timeout_s):
             present = store.search(spec, arch, read_checked)
             if not isinstance(present, Miss):
                 return PublishResult(present[0], compiled=False, seconds=0.0)
-            _refuse_folders(layer, key)
+            refuse_folders(layer, key)
             remove_temporaries(layer, key)
             build, data = _compile_and_link(inputs, compiler, linker_path, linker)
             try:
@@ -133,16 +133,22 @@ def publish_object(layer: Layer, inputs: KeyInputs, data: bytes, build: Build, *
     manifest = _describe(layer, inputs, data, build)
     _refuse_quarantined(layer, key, manifest.object_sha256)
     with _temporary(bucket, key, data, mode) as written:
-        # Before the object is replaced, so that no crash leaves the old manifest beside the new object.
-        for suffix in ("json", "quarantined"):
-            Path(f"{bucket}/{key}.{suffix}").unlink(missing_ok=True)
-        os.rename(written, f"{bucket}/{key}.so")  # noqa: PTH104
+        replace_object(bucket, key, written)
     with _temporary(bucket, key, dump(manifest), mode) as written:
         os.rename(written, f"{bucket}/{key}.json")  # noqa: PTH104
-    _sync_folder(bucket)
+    flush.folder(bucket)
     entry = read_entry(layer, key)
     assert entry is not None, "the entry's lock is held"
     return entry
+
+
+def replace_object(bucket: str, key: str, written: str) -> None:
+    """Puts a flushed file in the place of an entry's object; the entry has no manifest afterwards, quarantined or not. The caller
+    holds its lock."""
+    # Before the object is replaced, so that no crash leaves the old manifest beside the new object.
+    for suffix in ("json", "quarantined"):
+        Path(f"{bucket}/{key}.{suffix}").unlink(missing_ok=True)
+    os.rename(written, f"{bucket}/{key}.so")  # noqa: PTH104
 
 
 def _describe(layer: Layer, inputs: KeyInputs, data: bytes, build: Build) -> Manifest:
@@ -193,16 +199,31 @@ def prepare(layer: Layer, key: str, *, shared: bool = False) -> int:
 
     New folders are 0700, below a root that others may read (or when `shared`) 0755; files then 0644 instead of 0600.
     """
+    mode = prepare_root(layer, shared=shared)
+    prepare_bucket(layer, key)
+    return mode
+
+
+def prepare_root(layer: Layer, *, shared: bool = False) -> int:
+    """`prepare` without the bucket."""
     missing = [path for path in (layer.path, *layer.path.parents) if not path.exists()]
     for path in reversed(missing):
         _make_folder(path, 0o755 if shared else 0o700)
-    readable = bool(stat.S_IMODE(layer.path.stat().st_mode) & 0o005 == 0o005)
+    readable = _readable(layer)
     if shared and not readable:
         share(layer)
         readable = True
-    for folder in (layer.folder(), layer.bucket(key)):
-        _make_folder(Path(folder), 0o755 if readable else 0o700)
+    _make_folder(Path(layer.folder()), 0o755 if readable else 0o700)
     return 0o644 if readable else 0o600
+
+
+def prepare_bucket(layer: Layer, key: str) -> None:
+    """Makes the bucket of a key in a prepared root."""
+    _make_folder(Path(layer.bucket(key)), 0o755 if _readable(layer) else 0o700)
+
+
+def _readable(layer: Layer) -> bool:
+    return layer.path.stat().st_mode & 0o005 == 0o005
 
 
 def share(layer: Layer) -> None:
@@ -226,8 +247,10 @@ def share(layer: Layer) -> None:
 
 def remove_temporaries(layer: Layer, key: str) -> None:
     """Removes what writers of this key left; the caller holds its exclusive lock, so nobody is writing them any more."""
-    for path in Path(layer.bucket(key)).glob(f"{key}.*{TEMP_SUFFIX}"):
-        path.unlink(missing_ok=True)
+    bucket = layer.bucket(key)
+    for name in os.listdir(bucket):
+        if name.startswith(f"{key}.") and name.endswith(TEMP_SUFFIX):
+            Path(bucket, name).unlink(missing_ok=True)
 
 
 def _writable(store: Store) -> Layer:
@@ -253,19 +276,19 @@ def _refuse_quarantined(layer: Layer, key: str, object_sha256: str) -> None:
         raise CannotRun(f"{key} is quarantined, and this is the very object that was set aside: sha256 {object_sha256}", hint=hint)
 
 
-def _refuse_folders(layer: Layer, key: str) -> None:
-    """Before anything is compiled: a rename puts a file in the place of another, of a link or of a FIFO, but not of a folder."""
+def refuse_folders(layer: Layer, key: str) -> None:
+    """Raises CannotRun for a folder in the place of an entry's file, which no rename replaces as it does a link or a FIFO."""
     for path in (f"{layer.bucket(key)}/{key}.so", f"{layer.bucket(key)}/{key}.json"):
         if os.path.isdir(path) and not os.path.islink(path):  # noqa: PTH112, PTH114
             raise CannotRun(f"{path} is a directory, expected a regular file or nothing", hint=f"ls -ld {shlex.quote(path)}; move it away")
 
 
-def require_writable(store: Store) -> None:
-    """Raises what publishing would, as far as the folders tell before anything is compiled: CannotRun or Untrusted."""
+def require_writable(store: Store) -> Layer:
+    """The layer to publish to; raises what publishing would, as far as the folders tell beforehand: CannotRun or Untrusted."""
     layer = _writable(store)
-    _refuse_links(layer, "")
+    refuse_links(layer, "")
     trust.check_folders(layer.folder(), str(layer.path))
-    with _writing(layer.path):
+    with writing(layer.path):
         for path in (Path(layer.folder()), layer.path, *layer.path.parents):
             try:
                 info = path.stat()
@@ -277,10 +300,12 @@ def require_writable(store: Store) -> None:
                 read_only = os.statvfs(path).f_flag & os.ST_RDONLY
                 number = errno.EROFS if read_only else errno.EACCES
                 raise PermissionError(number, os.strerror(number), str(path))
-            return
+            break
+    return layer
 
 
-def _refuse_links(layer: Layer, key: str) -> None:
+def refuse_links(layer: Layer, key: str) -> None:
+    """Raises CannotRun for a link in the place of `v1` or of a key's bucket."""
     link = linked(layer, key)
     if link is not None:
         hint = f"ls -ld {shlex.quote(link)}; the root itself may be a link"
@@ -370,14 +395,6 @@ def _temporary(bucket: str, key: str, data: bytes, mode: int) -> Iterator[str]:
         raise
 
 
-def _sync_folder(folder: str) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 def _make_folder(path: Path, mode: int) -> None:
     try:
         path.mkdir(mode)
@@ -387,7 +404,7 @@ def _make_folder(path: Path, mode: int) -> None:
 
 
 @contextmanager
-def _writing(root: Path) -> Iterator[None]:
+def writing(root: Path) -> Iterator[None]:
     """Turns what the file system says into an error that names path, owner and mode."""
     try:
         yield

@@ -78,6 +78,23 @@ class Store:
                     if on_problem is not None:
                         on_problem(f"{trust.describe(f'{layer.folder()}/{name}')} cannot be read: {error.strerror}")
 
+    def committed(self, *, on_problem: Callable[[str], None] | None = None) -> tuple[set[str], set[str]]:
+        """Keys that have a manifest in some layer, and keys set aside in some layer, by file names alone; raises what `entries` does."""
+        found: dict[str, set[str]] = {"json": set(), "quarantined": set()}
+        for layer in self.roots.layers:
+            for bucket in self._buckets(layer, on_problem):
+                try:
+                    names = os.listdir(f"{layer.folder()}/{bucket}")
+                except OSError as error:
+                    if on_problem is not None:
+                        on_problem(f"{trust.describe(f'{layer.folder()}/{bucket}')} cannot be read: {error.strerror}")
+                    continue
+                for name in names:
+                    match = _FILE.fullmatch(name) if name.startswith(bucket) else None
+                    if match is not None and match[2] in found:
+                        found[match[2]].add(match[1])
+        return found["json"], found["quarantined"]
+
     def entry(self, key: str, layers: Iterable[Layer] | None = None) -> Entry:
         """The entry of a key or unique prefix, from the first layer that has it.
 

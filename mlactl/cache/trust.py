@@ -21,8 +21,11 @@ class Untrusted(CannotRun):
 
 def exempt(root: str, environ: Mapping[str, str] = os.environ) -> bool:
     """Whether MLACTL_TRUST_ROOT (`path:path`) covers this root."""
+    listing = environ.get("MLACTL_TRUST_ROOT")
+    if not listing:
+        return False
     real = os.path.realpath(root)
-    for listed in environ.get("MLACTL_TRUST_ROOT", "").split(":"):
+    for listed in listing.split(":"):
         if listed.startswith("/"):
             trusted = os.path.realpath(listed)
             if real == trusted or real.startswith(trusted.rstrip("/") + "/"):

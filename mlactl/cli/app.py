@@ -62,7 +62,7 @@ def _without_completion(app: typer.Typer) -> typer.Typer:
 
 ENTRIES = (
     _Entry("warmup", "mlactl.cli.warmup:warmup", "Compile every kernel variant a profile can launch into the cache"),
-    _Entry("cache", "mlactl.cli.cache:app", "List, explain, verify and prune compiled kernels"),
+    _Entry("cache", "mlactl.cli.cache:app", "List, explain, verify, audit, prune and carry compiled kernels"),
     _Entry("profile", "mlactl.cli.profile:app", "List, show and check deployment profiles"),
     _Entry("verify-scales", "mlactl.cli.scales:verify_scales", "Load and validate NVFP4 scale files and checkpoint scales"),
     _Entry("scales", "mlactl.cli.scales:scales_app", "Write outer-scale files"),

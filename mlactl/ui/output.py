@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
 from mlactl.errors import MlactlError, UsageError
 from mlactl.printable import safe, safe_lines
@@ -138,6 +138,12 @@ class Output:
     def line(self, text: str = "") -> None:
         """One plain line of data on stdout."""
         self.stdout.write(f"{safe_lines(text)}\n")
+
+    def binary(self, what: str) -> BinaryIO:
+        """stdout for bytes; raises UsageError when it is a terminal."""
+        if self.stdout.isatty():
+            raise UsageError(f"{what} is not written to a terminal", hint="name a file, or send stdout to one")
+        return self.stdout.buffer
 
     def _json(self, value: object) -> None:
         import msgspec  # here: help and human output do without it

@@ -1,0 +1,145 @@
+"""Where a bundle is: a local file, or whatever fsspec reaches by a URL (s3://, gs://, https://, memory://)."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from mlactl.errors import CannotRun, EnvironmentUnfit, MlactlError, UsageError
+from mlactl.printable import plain
+from mlactl.regular_files import open_regular, replacing, require_target
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::|://)")
+_SECRETS = re.compile(r"(?<=://)[^/@\s]*@|\?[^\s]*")
+
+
+def shown(where: str) -> str:
+    """A path or URL for messages, without the credentials that a URL may carry."""
+    return plain(_SECRETS.sub("", where)) if _URL.match(where) else plain(where)
+
+
+@contextmanager
+def source(where: str) -> Iterator[BinaryIO]:
+    """The bundle's bytes; raises CannotRun, UsageError or EnvironmentUnfit (the package of a URL's filesystem is missing).
+
+    What goes wrong while it is read is a CannotRun that names the place.
+    """
+    remote = _remote(where)
+    if remote is None:
+        with open_regular(_local(where)) as (descriptor, _), os.fdopen(descriptor, "rb", closefd=False, buffering=0) as file:
+            yield guarded(file, where)
+        return
+    filesystem, path = remote
+    try:
+        file = filesystem.open(path, "rb")
+    except Exception as error:
+        raise _failed(where, "read", error) from error
+    with file:
+        yield guarded(file, where)
+
+
+def guarded(file: BinaryIO, where: str) -> BinaryIO:
+    """The same bytes; a read that fails says of what."""
+    return _Reader(file, where)  # type: ignore[return-value]
+
+
+class _Reader:
+    def __init__(self, file: BinaryIO, where: str) -> None:
+        self._file, self._where = file, where
+
+    def read(self, size: int) -> bytes:
+        try:
+            return self._file.read(size)
+        except Exception as error:  # a remote filesystem raises whatever its client does
+            raise _failed(self._where, "read", error) from error
+
+
+def require_free(where: str, *, force: bool) -> None:
+    """Raises before any work is done what `deliver` would: UsageError for something that is there already, CannotRun."""
+    remote = _remote(where)
+    if remote is None:
+        target = _local(where)
+        require_target(target)
+        if not force and os.path.lexists(target):
+            raise _taken(where)
+        if not target.parent.is_dir():
+            raise CannotRun(f"{plain(target.parent)} is no folder, so {plain(target.name)} cannot be written there", hint=f"mkdir -p {target.parent}")
+        return
+    filesystem, path = remote
+    try:
+        there = filesystem.exists(path)
+    except Exception as error:
+        raise _failed(where, "look at", error) from error
+    if there and not force:
+        raise _taken(where)
+
+
+def scratch_folder(where: str) -> str:
+    """Where to put what goes there afterwards: beside a local target, else where temporaries go."""
+    return str(_local(where).parent) if _remote(where) is None else tempfile.gettempdir()
+
+
+def deliver(where: str, write: Callable[[BinaryIO], None], *, force: bool) -> None:
+    """Writes a file that is complete whenever it is there, as far as a remote filesystem can promise that.
+
+    Local: a temporary beside it, flushed, renamed. Remote: within a transaction of the filesystem, which fsspec commits
+    at the end (an object store shows an upload when it is complete). Raises UsageError and CannotRun.
+    """
+    remote = _remote(where)
+    if remote is None:
+        with replacing(_local(where), force=force) as file:
+            write(file)
+        return
+    filesystem, path = remote
+    if not force:
+        require_free(where, force=force)
+    try:
+        with filesystem.transaction, filesystem.open(path, "wb") as file:
+            write(file)
+    except Exception as error:
+        raise _failed(where, "write", error) from error
+
+
+def _local(where: str) -> Path:
+    return Path(where.removeprefix("file://"))
+
+
+def _remote(where: str) -> tuple[Any, str] | None:
+    """fsspec's filesystem and the path in it; None for a local file, `file://` included."""
+    if not _URL.match(where) or where.startswith("file://"):
+        return None
+    from fsspec.core import url_to_fs
+    from fsspec.registry import known_implementations
+
+    protocol = re.split("::|://", where)[0]
+    try:
+        filesystem, path = url_to_fs(where)
+    except ImportError as error:
+        said = known_implementations.get(protocol, {}).get("err") or str(error)
+        package = re.search(r"[Ii]nstall ([A-Za-z0-9_.-]+)", said)
+        hint = f"pip install {package[1]}" if package else f"pip install 'fsspec[{protocol}]'"
+        raise EnvironmentUnfit(f"{shown(where)}: {protocol}:// needs a package that is not installed: {plain(said)}", hint=hint) from None
+    except ValueError as error:
+        raise UsageError(f"{shown(where)}: {plain(error)}", hint="a local file is named as /path/to/FILE") from None
+    except Exception as error:
+        raise _failed(where, "reach", error) from error
+    return filesystem, path
+
+
+def _taken(where: str) -> UsageError:
+    return UsageError(f"{shown(where)}: is there already, nothing was written", hint="--force replaces it")
+
+
+def _failed(where: str, what: str, error: Exception) -> MlactlError:
+    if isinstance(error, MlactlError):
+        return error
+    if isinstance(error, FileNotFoundError) and what == "read":
+        return CannotRun(f"{shown(where)}: there is nothing", hint="check the URL, and what may be read with these credentials")
+    said = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
+    said = said.replace(where, shown(where))
+    return CannotRun(f"cannot {what} {shown(where)}: {plain(said)}", hint="check the URL, and what may be reached from here with these credentials")
