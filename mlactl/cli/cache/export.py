@@ -171,7 +171,8 @@ def _report_export(out: Output, target: str, packed: Packed, left_out: Sequence[
     if quarantined:
         out.note(f"left out: {counted(len(quarantined))} set aside: {', '.join(key[: rendering.SHORT_KEY] for key in quarantined[:5])}")
     if target != STANDARD:
-        out.hint(f"mlactl cache import {shlex.quote(shown(target))} --sha256 {packed.sha256} on the node")
+        # Not a hint: those name the root that was exported from, and the node has its own.
+        out.note(f"on the node: mlactl cache import {shlex.quote(shown(target))} --sha256 {packed.sha256}")
 
 
 def entry_row(manifest: Manifest) -> dict[str, Any]:

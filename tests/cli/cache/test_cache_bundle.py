@@ -60,7 +60,7 @@ def test_export_in_every_mode(cache, filled, tmp_path):
     assert done["quiet"].lines == keys(filled.all)
     assert done["human"].lines[0].startswith("exported 6 entries (")
     assert done["human"].lines[1] == f"sha256 {digest}"
-    assert f"hint: mlactl cache import {path} --sha256 {digest} on the node" in done["human"].stderr
+    assert f"on the node: mlactl cache import {path} --sha256 {digest}\n" in done["human"].stderr
 
 
 def test_export_of_keys_filters_and_nothing(run, filled, tmp_path):
