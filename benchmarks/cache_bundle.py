@@ -14,6 +14,7 @@ import hashlib
 import io
 import os
 import random
+import resource
 import statistics
 import subprocess
 import sys
@@ -52,11 +53,13 @@ def distinct(data: bytes, root: Path) -> None:
         path.write_bytes(dump(msgspec.structs.replace(manifest, object_sha256=hashlib.sha256(code).hexdigest())))
 
 
-def timed(command: list[str]) -> float:
+def timed(command: list[str]) -> tuple[float, float]:
+    """Wall and processor seconds; the second hardly depends on what else the machine does."""
     os.sync()
-    started = time.perf_counter()
+    before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    return time.perf_counter() - started
+    wall, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
+    return wall, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def main() -> int:
@@ -86,6 +89,7 @@ def main() -> int:
 
         names = list(arms(folder))
         seconds: dict[str, list[float]] = {arm: [] for arm in names}
+        processors: dict[str, list[float]] = {arm: [] for arm in names}
         for number in range(-1, wanted.rounds):
             shift = max(number, 0) % len(names)
             for arm in names[shift:] + names[:shift]:
@@ -93,18 +97,21 @@ def main() -> int:
                 # one by one, which would be all that is measured.
                 target = folder / f"{number}-{names.index(arm)}"
                 target.mkdir(mode=0o700)
-                taken = timed(arms(target)[arm])
+                wall, processor = timed(arms(target)[arm])
                 if number >= 0:
-                    seconds[arm].append(taken)
+                    seconds[arm].append(wall)
+                    processors[arm].append(processor)
                 if arm == "import":
                     assert len(list(target.glob("v1/*/*.so"))) == wanted.entries
         sizes = {path.name: path.stat().st_size for path in (bundle, archive)}
-    medians = {arm: statistics.median(samples) for arm, samples in seconds.items()}
-    ratios = {
-        "export speed / tar | zstd": (medians["tar | zstd"] / medians["export"], "at least", BOUND),
-        "import speed / zstd -d | tar -x": (medians["zstd -d | tar -x"] / medians["import"], "at least", 0.0),
-        "import speed / zstd -d | tar -x; sync": (medians["zstd -d | tar -x; sync"] / medians["import"], "at least", BOUND),
-    }
+    peers = {"export": "tar | zstd", "import": "zstd -d | tar -x; sync"}
+    ratios = {}
+    for clock, samples in (("wall", seconds), ("processor", processors)):
+        medians = {arm: statistics.median(values) for arm, values in samples.items()}
+        for arm, peer in peers.items():
+            # The gate is on the wall clock; the other says how much of a miss is the rest of the machine.
+            ratios[f"{arm} speed / {peer}, {clock}"] = (medians[peer] / medians[arm], "at least", BOUND if clock == "wall" else 0.0)
+        ratios[f"import speed / zstd -d | tar -x, {clock}"] = (medians["zstd -d | tar -x"] / medians["import"], "at least", 0.0)
     title = f"cache export and import, {wanted.entries} entries of {len(data)} bytes; compressed {sizes}"
     return report(title, seconds, ratios)
 

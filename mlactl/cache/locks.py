@@ -233,7 +233,7 @@ def _open_or_make(path: str, *, exclusive: bool) -> int:
             raise
         return os.open(path, flags | os.O_RDONLY)
     # Readable to whoever may enter the folder, whatever the umask: readers of a shared root share the lock.
-    mode = 0o644 if Path(path).parent.stat().st_mode & 0o005 == 0o005 else 0o600
+    mode = 0o644 if os.stat(os.path.dirname(path)).st_mode & 0o005 == 0o005 else 0o600  # noqa: PTH116, PTH120
     fd = os.open(path, flags | os.O_RDWR | os.O_CREAT, mode)
     if os.fstat(fd).st_uid == os.geteuid():
         os.fchmod(fd, mode)

@@ -10,7 +10,9 @@ from __future__ import annotations
 import errno
 import os
 import shlex
+import signal
 import stat
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -200,7 +202,8 @@ def apply(plan: PrunePlan, on_done: Callable[[int], None] = lambda _steps: None)
     done = _Done()
     try:
         for entry in plan.entries:
-            _account(done, entry.key, entry.object_bytes or 0, partial(_remove, form, root, entry))
+            with _undivided():
+                _account(done, entry.key, entry.object_bytes or 0, partial(_remove, form, root, entry))
             on_done(1)
         if plan.locks:
             _remove_locks(form, root, plan.locks, done)
@@ -211,6 +214,23 @@ def apply(plan: PrunePlan, on_done: Callable[[int], None] = lambda _steps: None)
             hint="run the same command again for the rest",
         ) from None
     return PruneResult(tuple(done.removed), done.freed_bytes, tuple(done.skipped), tuple(done.failed), done.locks)
+
+
+@contextmanager
+def _undivided() -> Iterator[None]:
+    """Holds Ctrl-C back until an entry is removed and counted: what is said of an interrupted removal is then true."""
+    handler = signal.getsignal(signal.SIGINT)
+    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    held: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _frame: held.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if held:
+            handler(held[0], None)
 
 
 def _format(kind: RootKind) -> Format:

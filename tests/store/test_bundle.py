@@ -216,6 +216,8 @@ def test_import_publishes_every_entry_byte_for_byte(bundle: bytes, three: list[E
 def test_last_use_is_the_import(bundle: bytes, three: list[Entry], store: Store, other: Store) -> None:
     os.utime(three[0].manifest_path, (1_000_000_000, 1_000_000_000))
     os.utime(three[1].manifest_path, (1_000_000_000, 1_000_000_000))
+    assert {outcome.outcome for outcome in bring(store, bundle, dry_run=True).outcomes} == {"already there"}
+    assert store.entry(three[0].key).last_used == 1_000_000_000, "a dry run touches nothing"
     assert {outcome.outcome for outcome in bring(store, bundle).outcomes} == {"already there"}
     bring(other, bundle)
     for entry in (*store.entries(), *other.entries()):

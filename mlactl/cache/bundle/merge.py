@@ -23,7 +23,7 @@ from mlactl.cache import toolchain as toolchains
 from mlactl.cache.bundle import packages
 from mlactl.cache.bundle.layout import BadBundle
 from mlactl.cache.bundle.read import Bundle, Checked
-from mlactl.cache.entry import RejectedObject, Status, read_checked, read_entry
+from mlactl.cache.entry import Entry, RejectedObject, Status, read_checked, read_entry
 from mlactl.cache.listing import Filters
 from mlactl.cache.manifest import Manifest
 from mlactl.cache.roots import Layer
@@ -123,6 +123,9 @@ def bring_in(
             with publish.writing(layer.path), _spooling(work, shared):
                 _verify(work, bundle, sha256)
                 _publish(work)
+            for outcome in work.outcomes:
+                if outcome.outcome == PRESENT:
+                    touch(Entry(outcome.manifest.key, layer, outcome.manifest, Status.OK))
     except KeyboardInterrupt:
         raise Interrupted(
             f"interrupted: {work.done} of {len(work.waiting)} entries were imported, each of them whole"
@@ -220,7 +223,6 @@ def _present(layer: Layer, manifest: Manifest) -> Outcome | None:
         found, _ = read_checked(entry)
     except (RejectedObject, trust.Untrusted):
         return Outcome(manifest, REPLACED)
-    touch(entry)
     if found.object_sha256 != manifest.object_sha256:
         return Outcome(manifest, PRESENT, f"with another object: SHA-256 {found.object_sha256}, the bundle's is {manifest.object_sha256}")
     return Outcome(manifest, PRESENT)
