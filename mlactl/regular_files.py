@@ -36,6 +36,12 @@ def open_regular(path: Path) -> Iterator[tuple[int, int]]:
 
 def require_regular(path: Path) -> None:
     """Raises CannotRun for what is no readable regular file: before it is handed to a library that would wait on a pipe."""
+    try:
+        path.lstat()
+    except FileNotFoundError:
+        raise CannotRun(f"{plain(path)} does not exist", hint=f"ls -l {plain(path.parent)}") from None
+    except (OSError, ValueError) as error:
+        raise unreadable(path, error) from error
     with open_regular(path):
         pass
 

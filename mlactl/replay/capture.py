@@ -160,8 +160,8 @@ def display_names(paths: Sequence[Path]) -> tuple[str, ...]:
     """What each capture is called in reports: its file's name, with as much of its folder as tells it from others of that name."""
     stems = [stem(path) for path in paths]
     repeated = {name for name, count in Counter(item.name for item in stems).items() if count > 1}
-    common = {name: Path(os.path.commonpath([os.path.abspath(item.parent) for item in stems if item.name == name])) for name in repeated}
-    return tuple(safe(Path(os.path.abspath(item)).relative_to(common[item.name]) if item.name in repeated else item.name) for item in stems)
+    common = {name: Path(os.path.commonpath([item.parent.absolute() for item in stems if item.name == name])) for name in repeated}
+    return tuple(safe(item.absolute().relative_to(common[item.name]) if item.name in repeated else item.name) for item in stems)
 
 
 def why_no_output(path: Path) -> str:

@@ -49,6 +49,9 @@ def _check_call(capture: Capture, origin: str) -> None:
     layout = capture.layout
     if call.scale_mode != layout.scale_mode:
         raise BadCapture(f"{origin}: scale mode {call.scale_mode!r} declared, {layout.name} records have {layout.scale_mode!r}")
+    declared = call.facts.get("record")
+    if declared is not None and declared != call.record:
+        raise BadCapture(f"{origin}: the kernel spec says record {declared!r}, the capture says {call.record!r}")
     for name, value in (("latent_scale", call.latent_scale), ("kv_scale", call.kv_scale), ("q_scale", call.q_scale), ("sm_scale", call.sm_scale)):
         if not (math.isfinite(value) and value > 0):
             raise BadCapture(f"{origin}: {name} is {value}, expected a finite number above 0")
@@ -122,9 +125,8 @@ def _check_facts(capture: Capture, origin: str) -> None:
             if type(value) is not allowed[name].kind or (name not in needed and value not in allowed[name].allowed):
                 raise BadCapture(f"{origin}: the kernel spec says {name}={value!r}, expected one of {list(allowed[name].allowed)}")
     width, query = int(capture.tensors["q"].shape[2]), str(capture.tensors["q"].dtype).removeprefix("torch.")
-    for name, found in (("record", call.record), ("width", width)):
-        if call.facts.get(name, found) != found:
-            raise BadCapture(f"{origin}: the kernel spec says {name} {call.facts[name]!r}, the capture says {found!r}")
+    if call.facts.get("width", width) != width:
+        raise BadCapture(f"{origin}: the kernel spec says width {call.facts['width']!r}, q has {width} elements a head")
     declared = call.facts.get("q_dtype")
     if declared is not None and Q_DTYPES.get(str(declared)) != query:
         raise BadCapture(f"{origin}: the kernel spec says q_dtype={declared}, q is {query}")

@@ -74,6 +74,7 @@ def _run_group(group: Group, options: ReplayOptions, device: str) -> CallReport 
 
     rank, world = dist.get_rank(), dist.get_world_size()
     shard = group.shards[rank]
+    options.step(group.name)
     query = _gather_queries(shard, rank, world, device)
     if not torch.equal(query.cpu(), shard.tensors["q"]):
         raise BadCapture(f"rank {rank}: the gathered queries are not the ones its capture holds")
