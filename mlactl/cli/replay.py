@@ -148,7 +148,7 @@ def _check_targets(asked: ReplayOptions, junit: Path | None, plot: Path | None, 
 def _import(out: Output, dumps: list[str], target: Path) -> list[Path]:
     """Captures made of FlashInfer dumps; raises NothingCompared where none could be made."""
     from mlactl.replay.errors import NothingCompared
-    from mlactl.replay.importers.flashinfer import import_dumps
+    from mlactl.replay.importers.flashinfer import CALLS_HINT, import_dumps
 
     written: list[Path] = []
     refused: list[Refusal] = []
@@ -172,7 +172,7 @@ def _import(out: Output, dumps: list[str], target: Path) -> list[Path]:
         why = refused[0].why if refused else "they hold no MLA decode call"
         raise NothingCompared(
             f"no capture could be made of the dumps: {why}",
-            hint=(refused[0].hint if refused else None) or "mlactl replay --help names the calls that --import-flashinfer takes",
+            hint=(refused[0].hint if refused else None) or CALLS_HINT,
         )
     return written
 

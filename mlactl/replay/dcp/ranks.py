@@ -93,9 +93,13 @@ def _run_group(group: Group, options: ReplayOptions, device: str) -> CallReport 
     blind = [str(place) for place, one in enumerate(sources) if one == REFERENCE]
     if not blind:
         return report
-    which = "no rank's" if len(blind) == world else f"rank {', '.join(blind)}'s"
-    judged = "nothing that was captured or computed by a kernel was judged, only the merge" if len(blind) == world else "that was not judged"
-    return replace(report, notes=(*report.notes, f"{which} result was captured with its LSE, nor could the kernel run: {judged}"))
+    if len(blind) == world:
+        note = "no rank captured a result with its LSE or could run the kernel: the reference was merged, and nothing but the merge was judged"
+    else:
+        note = (
+            f"rank {', '.join(blind)} captured no result with its LSE and could not run the kernel: the reference stood in, nothing of it was judged"
+        )
+    return replace(report, notes=(*report.notes, note))
 
 
 def _gather_queries(shard: Capture, rank: int, world: int, device: str) -> torch.Tensor:

@@ -37,6 +37,7 @@ INT32_MAX = (1 << 31) - 1
 WRAPPER = "BatchMLAPagedAttentionWrapper"
 TRTLLM = "trtllm_batch_decode_with_kv_cache_mla"
 DUMP_AGAIN = "FLASHINFER_LOGLEVEL=10 FLASHINFER_DUMP_SAFETENSORS=1 dumps the call again"
+CALLS_HINT = "mlactl replay --help names the calls that --import-flashinfer takes"
 METADATA_LIMIT_BYTES = 16 << 20
 RECORD_OF = {"bfloat16": "bf16", "float8_e4m3fn": "fp8"}
 
@@ -109,7 +110,7 @@ def import_dumps(source: Path, target: Path, *, on_dump: Callable[[str], object]
             written.append(captures.save(made, target, again=True))
             unchanged += there
         except MlactlError as error:
-            refused.append(Refusal(safe(folder.name), safe(error.message), error.hint))
+            refused.append(Refusal(safe(folder.name), safe(error.message), error.hint or CALLS_HINT))
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             # A dump is another program's: whatever of it does not fit, the dumps after it are still read.
             reason = " ".join(str(error).split())
@@ -273,6 +274,8 @@ def from_trtllm(call: Dump) -> Capture:
     record = _record(call, cache)
     if record == "bf16" and scales[1] != 1.0:
         raise BadCapture(f"{call.path}: bmm2_scale {scales[1]} over a bf16 cache, which has no scale")
+    if not scales[1] > 0:
+        raise BadCapture(f"{call.path}: bmm2_scale is {scales[1]}, expected a number above 0")
     base = "natural" if call.arguments.get("return_lse_base_on_e") is True else "2"
     table = call.need("block_tables").to(torch.int32)
     # bmm1_scale has the cache's scale in it, bmm2_scale is that scale.
