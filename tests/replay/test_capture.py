@@ -19,6 +19,7 @@ from mlactl.errors import CannotRun, UsageError
 from mlactl.replay import capture as captures
 from mlactl.replay import checks, header, storage
 from mlactl.replay.errors import BadCapture
+from mlactl.replay.tensors import load
 
 HERE = Path(__file__).parent
 
@@ -420,3 +421,10 @@ def test_the_very_same_capture_can_be_written_again(tmp_path):
     assert torch.equal(captures.read(tmp_path / "one").output, made.output)
     with pytest.raises(UsageError, match="exists already and holds something else"):
         captures.save(finished(dense(seed=2)), tmp_path, "one", again=True)
+
+
+@pytest.mark.parametrize("name", ["x.pt", "x.safetensors"])
+def test_tensors_behind_a_pipe_are_refused_and_not_waited_for(tmp_path, name):
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(CannotRun, match="is a pipe, expected a file"):
+        load(tmp_path / name)

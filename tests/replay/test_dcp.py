@@ -15,12 +15,12 @@ from safetensors.torch import load_file
 
 from mlactl.replay import capture as captures
 from mlactl.replay import oracle
-from mlactl.replay.dcp.groups import find_groups, group_reports
+from mlactl.replay.dcp.groups import find_groups, group_reports, unmerged
 from mlactl.replay.dcp.merge import merge_results
 from mlactl.replay.dcp.unsharded import global_lengths, held, length_faults, unsharded
 from mlactl.replay.errors import BadCapture
 from mlactl.replay.header import Parallel
-from mlactl.replay.runner import ReplayOptions
+from mlactl.replay.runner import ReplayOptions, replay
 
 CPU = ReplayOptions(device="cpu")
 
@@ -233,6 +233,17 @@ def test_an_explanation_of_lengths_is_computed(tmp_path):
     lengths = next(item for item in report.bisection.hypotheses if item.name == "visible length")
     assert (lengths.reproduces, lengths.factor > 10) == (False, True)
     assert report.bisection.verdict == "none of 4 explanations makes the merge right"
+
+
+def test_a_run_that_stopped_early_says_that_nothing_was_merged(tmp_path):
+    made, _ = shards((20, 5), 2)
+    made[0] = made[0].with_result(made[0].output * 3, made[0].lse)
+    found = replay(saved(tmp_path / "group", made), replace(CPU, kernel=False), fail_fast=True)
+    assert (found.exit_code, found.skipped) == (1, 1)
+    assert [(call.name, call.status) for call in found.calls] == [("rank0", "mismatch"), ("DCP groups", "nothing compared")]
+    assert found.calls[1].message == "the merge was not judged: --fail-fast stopped the run before"
+    captures.save(finished(dense()), tmp_path / "single", "one")
+    assert unmerged(captures.find([tmp_path / "single"])) == ()
 
 
 def over_ranks(world, *arguments):

@@ -2,9 +2,11 @@
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
+from mlactl.replay import runner
 from mlactl.replay.workers import in_order
 
 
@@ -31,3 +33,10 @@ def test_what_is_not_asked_for_any_more_is_not_waited_for():
     found = in_order(square, [1, 2, 3, 4], 2, lost)
     assert next(found) == 1
     found.close()
+
+
+def test_the_report_of_a_killed_worker():
+    found = runner._killed((Path("/d/a b.in.safetensors"), "a b"))
+    assert (found.name, found.status, found.provenance) == ("a b", "error", (("capture", "/d/a b.in.safetensors"),))
+    assert found.message == "the process that replayed it was killed, most often for its memory"
+    assert found.hint == "mlactl replay '/d/a b.in.safetensors', and watch free -g"
