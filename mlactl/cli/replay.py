@@ -159,6 +159,8 @@ def _import(out: Output, dumps: list[str], target: Path) -> list[Path]:
             task.advance()
 
         for source in dumps:
+            if not source:
+                raise UsageError("an empty name was given, expected a folder of FlashInfer dumps", hint="mlactl replay DUMPS --import-flashinfer DIR")
             found = import_dumps(Path(source), target, on_dump=count)
             written += found.written
             refused += found.refused

@@ -251,6 +251,7 @@ def test_an_import_names_what_it_refuses_and_the_next_step(inside, tmp_path):
     assert "warning: call was not imported: " in done.stderr
     assert "input_metadata of metadata.jsonl is a list, expected an object" in done.stderr
     assert "hint: FLASHINFER_LOGLEVEL=10 FLASHINFER_DUMP_SAFETENSORS=1 dumps the call again" in done.stderr
+    assert "an empty name was given, expected a folder of FlashInfer dumps" in inside("replay", "", "--import-flashinfer", tmp_path / "x").stderr
     shown = " ".join(inside("replay", "--help").stdout.replace("│", " ").split())
     assert "BatchMLAPagedAttentionWrapper.run" in shown
     assert "trtllm_batch_decode_with_kv_cache_mla" in shown

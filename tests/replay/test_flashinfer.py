@@ -230,6 +230,8 @@ def test_what_does_not_hold_enough_is_refused_naming_it(tmp_path, make, message)
 def test_a_folder_without_dumps(tmp_path):
     with pytest.raises(CannotRun, match=r"no metadata\.jsonl"):
         import_dumps(tmp_path, tmp_path / "captures")
+    with pytest.raises(CannotRun, match="absent does not exist, expected a folder of FlashInfer dumps"):
+        import_dumps(tmp_path / "absent", tmp_path / "captures")
 
 
 def test_parameter_names_of_nested_annotations():

@@ -88,6 +88,8 @@ def import_dumps(source: Path, target: Path, *, on_dump: Callable[[str], object]
     A dump that cannot be used is refused by name and ends nothing but itself. Raises CannotRun where there are no dumps at
     all, or the target cannot be written. `on_dump` hears of every dump.
     """
+    if not os.path.lexists(source):
+        raise CannotRun(f"{plain(source)} does not exist, expected a folder of FlashInfer dumps", hint=DUMP_AGAIN)
     require_writable_folder(target)
     plans: dict[tuple[object, object], Dump] = {}
     written, refused, ignored, unchanged = [], [], 0, 0
