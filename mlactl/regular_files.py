@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import os
 import stat
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,6 +33,18 @@ def open_regular(path: Path) -> Iterator[tuple[int, int]]:
         yield descriptor, state.st_size
     finally:
         os.close(descriptor)
+
+
+def require_regular(path: Path) -> None:
+    """Raises CannotRun for what is no readable regular file: before it is handed to a library that would wait on a pipe."""
+    try:
+        path.lstat()
+    except FileNotFoundError:
+        raise CannotRun(f"{plain(path)} does not exist", hint=f"ls -l {plain(path.parent)}") from None
+    except (OSError, ValueError) as error:
+        raise unreadable(path, error) from error
+    with open_regular(path):
+        pass
 
 
 def read_bytes(path: Path, limit_bytes: int, what: str, hint: str | None = None) -> bytes:
@@ -75,6 +88,31 @@ def require_target(target: Path, sources: Sequence[Path] = ()) -> None:
         with contextlib.suppress(OSError):
             if os.path.samestat(state, source.stat()):
                 raise UsageError(f"{plain(target)}: is the same file as {plain(source)}, which is read", hint="name a new file")
+
+
+def require_writable(target: Path, sources: Sequence[Path] = ()) -> None:
+    """Refuses a file that could not be written after all the work; raises as `require_target`, and CannotRun for its folder."""
+    require_target(target, sources)
+    place = Path(os.path.realpath(target)).parent
+    try:
+        if not stat.S_ISDIR(place.stat().st_mode):
+            raise UsageError(f"{plain(target)}: {plain(place)} is no folder", hint=f"ls -ld {plain(place)}")
+    except (OSError, ValueError) as error:
+        raise unreadable(place, error) from error
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise CannotRun(f"{plain(target)} cannot be written: permission denied in {plain(place)}", hint=f"ls -ld {plain(place)}")
+
+
+def require_writable_folder(folder: Path) -> None:
+    """Makes a folder where there is none; raises CannotRun where that fails or no file can be made in it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=".", suffix=".tmp", dir=folder)
+        os.close(handle)
+        Path(name).unlink()
+    except (OSError, ValueError) as error:
+        reason = unreadable(folder, error)
+        raise CannotRun(f"{reason.message}; no file can be written there", hint=reason.hint) from error
 
 
 def write_file(data: bytes, target: Path, *, force: bool, sources: Sequence[Path] = ()) -> None:

@@ -129,14 +129,26 @@ def checked_foreign_arches(values: Sequence[str] | None) -> tuple[str, ...]:
     return tuple(dict.fromkeys(values or ()))
 
 
+MAX_INDEX, MAX_INDICES = (1 << 31) - 1, 1 << 20
+
+
 def parse_indices(option: str, text: str | None) -> tuple[int, ...] | None:
-    """`3`, `0-3,8` as sorted indices without repeats; None stays None. Raises UsageError for anything else."""
+    """`3`, `0-3,8` as sorted indices without repeats; None stays None.
+
+    Raises UsageError for anything else, for indices over 2^31 - 1 and for more than 2^20 of them.
+    """
     if text is None:
         return None
     found: set[int] = set()
     for part in text.split(","):
         first, dash, last = part.partition("-")
-        if not first.isdigit() or (dash and not last.isdigit()) or (dash and int(last) < int(first)):
+        ends = [first, last] if dash else [first]
+        # isdigit alone also takes superscripts, and int refuses thousands of digits.
+        if not all(end.isascii() and end.isdigit() for end in ends) or (all(len(end) <= 10 for end in ends) and int(ends[-1]) < int(first)):
             raise UsageError(f"{option} {text} is no list of indices", hint=f"{option} 3 or {option} 0-3,8")
-        found.update(range(int(first), int(last if dash else first) + 1))
+        if any(len(end) > 10 or int(end) > MAX_INDEX for end in ends):
+            raise UsageError(f"{option} {text}: an index is at most {MAX_INDEX:,}", hint=f"{option} 0-3,8")
+        if len(found) + int(ends[-1]) - int(first) >= MAX_INDICES:
+            raise UsageError(f"{option} {text}: {MAX_INDICES:,} indices at most can be asked for", hint=f"leave {option} out for all of them")
+        found.update(range(int(first), int(ends[-1]) + 1))
     return tuple(sorted(found))

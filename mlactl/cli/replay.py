@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,15 +10,21 @@ import typer
 
 from mlactl.cli import options
 from mlactl.errors import CannotRun, UsageError
+from mlactl.printable import safe, shell_word
+from mlactl.regular_files import require_writable, require_writable_folder, write_file
 from mlactl.ui.output import Mode, Output
 
 if TYPE_CHECKING:
+    from mlactl.replay.importers.flashinfer import Refusal
     from mlactl.replay.report import CallReport, Report
     from mlactl.replay.runner import ReplayOptions
 
+NAMED = 8
+"""Captures that were not compared, named one by one."""
+
 
 def replay(
-    captures: Annotated[list[Path], typer.Argument(metavar="CAPTURE...", readable=False, help="Captures, or folders of them")],
+    captures: Annotated[list[str], typer.Argument(metavar="CAPTURE...", help="Captures, or folders of them")],
     reference: Annotated[str, typer.Option("--reference", metavar="fp32|fp64", help="Accumulation of the reference")] = "fp32",
     device: Annotated[str, typer.Option("--device", metavar="auto|cpu|cuda", help="Where the reference runs")] = "auto",
     no_kernel: Annotated[bool, typer.Option("--no-kernel", help="Do not run the kernel, even where the card fits")] = False,
@@ -43,7 +50,11 @@ def replay(
     import_flashinfer: Annotated[
         Path | None,
         typer.Option(
-            "--import-flashinfer", metavar="DIR", readable=False, help="CAPTURE... are FlashInfer API dumps: write captures to DIR, replay those"
+            "--import-flashinfer",
+            metavar="DIR",
+            readable=False,
+            help="CAPTURE... are FlashInfer API dumps: write captures of BatchMLAPagedAttentionWrapper.run (its plan dumped too) and "
+            "trtllm_batch_decode_with_kv_cache_mla to DIR, replay those",
         ),
     ] = None,
     jobs: Annotated[int, typer.Option("--jobs", "-j", help="Captures replayed at once")] = 1,
@@ -56,24 +67,16 @@ def replay(
     """Run captured calls again and compare kernel, captured output and FP32 reference pairwise, whichever exist.
 
     Captures of all ranks of a DCP call are merged by LSE as well and compared with the unsharded reference. Quiet output
-    is the names that do not match, one a line. Exit codes: 0 match; 1 mismatch; 2 nothing compared, or a malformed capture.
+    is the names that do not match, one a line. Exit codes: 0 all that was compared matches, what was not is named; 1 mismatch;
+    2 nothing compared, a malformed capture, or a file that could not be written.
     """
     from mlactl.opening import open_runtime
     from mlactl.replay.capture import find
     from mlactl.replay.results import Strictness
-    from mlactl.replay.runner import REFERENCES, ReplayOptions
+    from mlactl.replay.runner import Kept, ReplayOptions, unsaved
     from mlactl.replay.runner import replay as run
 
     out = options.make_output(output, json, quiet)
-    if reference not in REFERENCES:
-        raise UsageError(f"--reference {reference} is not one of {', '.join(REFERENCES)}")
-    if plot is not None:
-        from mlactl.replay.plot import require
-
-        require(plot)
-    if import_flashinfer is not None:
-        captures = _import(out, captures, import_flashinfer)
-    paths = find(captures)
     asked = ReplayOptions(
         reference=reference,
         device=device,
@@ -87,60 +90,120 @@ def replay(
         save=save,
         cache_dir=cache_dir,
         opener=open_runtime,
+        kept=None if plot is None else Kept(),
     )
-    with out.progress("replaying", len(paths), "captures") as task:
+    check_options(asked, jobs)
+    paths = find(captures) if import_flashinfer is None else ()
+    _check_targets(asked, junit, plot, import_flashinfer)
+    if import_flashinfer is not None:
+        paths = find(_import(out, captures, import_flashinfer))
+    with out.progress("replaying", len(paths), "captures", steady=True) as task:
 
         def count(call: CallReport) -> None:
             task.describe(call.name)
             task.advance()
 
-        report = run(paths, asked, jobs=jobs, fail_fast=fail_fast, on_report=count)
+        report = run(paths, dataclasses.replace(asked, on_step=task.describe), jobs=jobs, fail_fast=fail_fast, on_report=count)
     render(out, report, junit)
+    lost = unsaved(report)
+    if lost is not None:
+        raise CannotRun(lost, hint="name another folder: --save DIR")
     if plot is not None:
         _plot(out, plot, paths, asked, report)
     return report.exit_code
 
 
-def _import(out: Output, dumps: list[Path], target: Path) -> list[Path]:
+def check_options(asked: ReplayOptions, jobs: int = 1) -> None:
+    """Refuses options that make no sense before any capture is read, once and not by capture; raises UsageError, EnvironmentUnfit."""
+    from mlactl.replay import oracle, tolerances
+    from mlactl.replay.runner import REFERENCES
+
+    if asked.reference not in REFERENCES:
+        raise UsageError(f"--reference {asked.reference} is not one of {', '.join(REFERENCES)}", hint="--reference fp64")
+    if asked.repeats < 1:
+        raise UsageError(f"--repeats {asked.repeats}: at least 1 is needed", hint="--repeats 3, or --no-kernel to run none")
+    if jobs < 1:
+        raise UsageError(f"--jobs {jobs}: at least 1 is needed", hint="--jobs 1")
+    if asked.smallest is not None and not asked.bisect:
+        raise UsageError("--smallest is where --bisect writes, which was not asked for", hint=f"add --bisect --smallest {shell_word(asked.smallest)}")
+    given = asked.strictness
+    tolerances.overridden(tolerances.for_lse(), atol=given.atol, rtol=given.rtol, row=given.row)
+    oracle.device_for(asked.device)
+
+
+def _check_targets(asked: ReplayOptions, junit: Path | None, plot: Path | None, imported: Path | None) -> None:
+    """Refuses what could not be written after all the work; raises UsageError, CannotRun."""
+    if plot is not None:
+        from mlactl.replay.plot import require
+
+        require(plot)
+    for target in (plot, junit):
+        if target is not None:
+            require_writable(target)
+    for folder in (asked.save, asked.smallest, imported):
+        if folder is not None:
+            require_writable_folder(folder)
+
+
+def _import(out: Output, dumps: list[str], target: Path) -> list[Path]:
     """Captures made of FlashInfer dumps; raises NothingCompared where none could be made."""
     from mlactl.replay.errors import NothingCompared
-    from mlactl.replay.importers.flashinfer import import_dumps
+    from mlactl.replay.importers.flashinfer import CALLS_HINT, import_dumps
 
     written: list[Path] = []
-    refused: list[tuple[str, str]] = []
-    for source in dumps:
-        found = import_dumps(source, target)
-        written += found.written
-        refused += found.refused
-        out.note(f"{source}: {len(found.written)} captures written to {target}, {len(found.refused)} refused, {found.ignored} other calls")
-    for name, why in refused:
-        out.warn(f"{name} was not imported: {why}")
+    refused: list[Refusal] = []
+    with out.progress("importing", None, "dumps", steady=True) as task:
+
+        def count(name: str) -> None:
+            task.describe(name)
+            task.advance()
+
+        for source in dumps:
+            if not source:
+                raise UsageError("an empty name was given, expected a folder of FlashInfer dumps", hint="mlactl replay DUMPS --import-flashinfer DIR")
+            found = import_dumps(Path(source), target, on_dump=count)
+            written += found.written
+            refused += found.refused
+            again = f" ({found.unchanged} were there already)" if found.unchanged else ""
+            out.note(f"{source}: {len(found.written)} captures written to {target}{again}, {len(found.refused)} refused, {found.ignored} other calls")
+    for item in refused:
+        out.warn(f"{item.name} was not imported: {item.why}")
+        if item.hint:
+            out.hint(item.hint)
     if not written:
-        why = refused[0][1] if refused else "they hold no MLA decode call"
-        raise NothingCompared(f"no capture could be made of the dumps: {why}", hint="mlactl replay --help names the calls that are imported")
+        why = refused[0].why if refused else "they hold no MLA decode call"
+        raise NothingCompared(
+            f"no capture could be made of the dumps: {why}",
+            hint=(refused[0].hint if refused else None) or CALLS_HINT,
+        )
     return written
 
 
 def render(out: Output, report: Report, junit: Path | None) -> None:
-    """The report on stdout in the mode asked for, and as JUnit where a file was named."""
+    """The report on stdout in the mode asked for, then as JUnit where a file was named; what was not compared is said in every mode.
+
+    Raises CannotRun for a JUnit file that cannot be written, after the report.
+    """
     from mlactl.cli.comparison_view import show
-    from mlactl.replay.report import MATCH, call_json, report_json
+    from mlactl.replay.report import MATCH, NOTHING, call_json, report_json
     from mlactl.replay.report import junit as junit_xml
 
-    if junit is not None:
-        try:
-            junit.write_text(junit_xml(report), encoding="utf-8")
-        except OSError as error:
-            raise CannotRun(f"{junit} cannot be written: {error.strerror or error}") from error
     if out.mode is Mode.HUMAN:
         show(out, report)
     elif out.mode is Mode.QUIET:
         for call in report.calls:
             if call.status != MATCH:
-                out.line(call.name)
+                out.line(safe(call.name))
     else:
         extra = {key: value for key, value in report_json(report).items() if key != "calls"}
         out.listing("calls", report.calls, (), key=lambda call: call.name, extra=extra, as_json=call_json)
+    blind = [call for call in report.calls if call.status == NOTHING]
+    for call in blind[:NAMED]:
+        out.warn(f"{safe(call.name)} was not compared: {call.message}")
+    if len(blind) > NAMED:
+        out.warn(f"{len(blind) - NAMED} more were not compared; --json has all of them")
+    if junit is not None:
+        write_file(junit_xml(report).encode("utf-8", "backslashreplace"), junit, force=True)
 
 
 def _plot(out: Output, target: Path, paths: tuple[Path, ...], asked: ReplayOptions, report: Report) -> None:
@@ -152,5 +215,8 @@ def _plot(out: Output, target: Path, paths: tuple[Path, ...], asked: ReplayOptio
     if not drawable:
         out.warn(f"{target} was not drawn: nothing was compared")
         return
-    draw(target, paths[drawable[0]], asked)
-    out.note(f"drew {report.calls[drawable[0]].name} as {target}")
+    name = report.calls[drawable[0]].name
+    with out.progress("drawing", None, "pictures", steady=True) as task:
+        draw(target, paths[drawable[0]], dataclasses.replace(asked, on_step=task.describe))
+        task.advance()
+    out.note(f"drew {name} as {target}")

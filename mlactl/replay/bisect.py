@@ -63,14 +63,23 @@ def explain(
     heads: Sequence[int] | None,
     captured: tuple[torch.Tensor | None, torch.Tensor | None],
     reference: tuple[torch.Tensor, torch.Tensor],
+    *,
+    on_step: Callable[[str], None] | None = None,
 ) -> Bisection:
-    """Tests every explanation of a captured output that does not match; tensors are [rows, heads, ...], LSEs natural."""
+    """Tests every explanation of a captured output that does not match; tensors are [rows, heads, ...], LSEs natural.
+
+    `on_step` hears which explanation of how many is being tried.
+    """
     if captured[0] is None:
         return Bisection("no output was captured, so there is nothing to explain")
     evidence = gather(capture, rows, heads, captured[0], captured[1], reference)
     if not evidence.rows:
         return Bisection("no row of the captured output fails")
-    tried = [found for hypothesis in HYPOTHESES for found in hypothesis(evidence)]
+    tried: list[Hypothesis] = []
+    for number, hypothesis in enumerate(HYPOTHESES, 1):
+        if on_step is not None:
+            on_step(f"trying explanation {number} of {len(HYPOTHESES)}, {hypothesis.__name__.replace('_', ' ')}")
+        tried += hypothesis(evidence)
     tried = _best_of_each(tried)
     ranked = sorted(tried, key=lambda item: (not item.reproduces, 0 if item.reproduces else max(item.factor, item.lse_factor or 0)))
     if ranked and ranked[0].reproduces:

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import os
+import stat
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mlactl.errors import CannotRun, UsageError
+from mlactl.errors import CannotRun, MlactlError, UsageError
+from mlactl.printable import plain, safe
+from mlactl.regular_files import read_bytes, require_writable_folder, unreadable
 from mlactl.replay import checks, storage
-from mlactl.replay.errors import BadCapture
+from mlactl.replay.errors import RECORD_AGAIN, BadCapture
 from mlactl.replay.header import SCHEMA_VERSION, CallHeader, FileHeader, TensorFact
 from mlactl.replay.records import RecordLayout, latent_elements, record_layout
 
 if TYPE_CHECKING:
     import torch
+
+INDEX_LIMIT_BYTES = 64 << 20
+ROLES = "inputs are NAME.in.safetensors and outputs NAME.out.safetensors: give the files their own names again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,25 +102,91 @@ def inputs_path(path: Path) -> Path:
 
 
 def find(paths: Iterable[str | Path]) -> tuple[Path, ...]:
-    """Inputs files of all captures named or held by the folders named, sorted in each folder, without repeats.
+    """Inputs files of all captures named or held by the folders named, sorted in each folder; one that is named twice comes once.
 
-    Raises UsageError for a path that is neither a capture nor a folder that holds one.
+    Outputs without their inputs are found as the inputs they should have, so that reading them says what is missing.
+    Raises UsageError for a name that is empty and a folder without captures, CannotRun for what is not there or closed.
     """
-    found: dict[Path, None] = {}
+    found: dict[tuple[str, str], Path] = {}
     for given in paths:
+        if not str(given):
+            raise UsageError("an empty name was given, expected a capture or a folder of them", hint="mlactl replay examples/captures")
         path = Path(given)
-        if path.is_dir():
-            inside = sorted(path.rglob(f"*{storage.IN_SUFFIX}"))
-            if not inside:
-                raise UsageError(
-                    f"{path} holds no captures (*{storage.IN_SUFFIX})", hint="set MLACTL_CAPTURE_DIR on a serving process, or try examples/captures"
-                )
-        elif inputs_path(path).exists():
-            inside = [inputs_path(path)]
-        else:
-            raise CannotRun(f"{inputs_path(path)} does not exist", hint="name a capture, its .in.safetensors file or a folder of them")
-        found.update(dict.fromkeys(inside))
-    return tuple(found)
+        for item in _inside(path) if _is_folder(path) else (_named(path),):
+            found.setdefault((os.path.realpath(item.parent), item.name), item)
+    return tuple(found.values())
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return stat.S_ISDIR(path.stat().st_mode)
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError) as error:
+        raise unreadable(path, error) from error
+
+
+def _named(path: Path) -> Path:
+    inputs = inputs_path(path)
+    try:
+        inputs.lstat()
+    except FileNotFoundError:
+        raise CannotRun(f"{plain(inputs)} does not exist", hint="name a capture, its .in.safetensors file or a folder of them") from None
+    except (OSError, ValueError) as error:
+        raise unreadable(inputs, error) from error
+    return inputs
+
+
+def _inside(folder: Path) -> list[Path]:
+    """Inputs files of a folder and those below it; a folder that cannot be looked into is an error, never skipped."""
+
+    def closed(error: OSError) -> None:
+        raise unreadable(Path(error.filename), error)
+
+    found: set[Path] = set()
+    for place, folders, files in os.walk(folder, onerror=closed):
+        # A folder in a capture's place is one too: reading it says what it is.
+        names = [name for name in (*files, *folders) if name.endswith((storage.IN_SUFFIX, storage.OUT_SUFFIX))]
+        folders[:] = [name for name in folders if name not in names]
+        found |= {inputs_path(Path(place) / name) for name in names}
+    if not found:
+        raise UsageError(
+            f"{plain(folder)} holds no captures (*{storage.IN_SUFFIX})", hint="set MLACTL_CAPTURE_DIR on a serving process, or try examples/captures"
+        )
+    return sorted(found)
+
+
+def display_names(paths: Sequence[Path]) -> tuple[str, ...]:
+    """What each capture is called in reports: its file's name, with as much of its folder as tells it from others of that name."""
+    stems = [stem(path) for path in paths]
+    repeated = {name for name, count in Counter(item.name for item in stems).items() if count > 1}
+    common = {name: Path(os.path.commonpath([item.parent.absolute() for item in stems if item.name == name])) for name in repeated}
+    return tuple(safe(item.absolute().relative_to(common[item.name]) if item.name in repeated else item.name) for item in stems)
+
+
+def why_no_output(path: Path) -> str:
+    """Why a capture holds no output, as far as its folder's index tells."""
+    name = stem(path).name
+    try:
+        lines = read_bytes(path.parent / storage.INDEX, INDEX_LIMIT_BYTES, "index lines").decode(errors="replace").splitlines()
+    except MlactlError:
+        lines = []
+    written = [entry for entry in map(_index_entry, lines) if entry.get("id") == name]
+    if not written:
+        return "no output was captured: the launch did not come back, or recording stopped first"
+    if written[-1].get("status") == "complete":
+        return f"no output is here, though {storage.INDEX} says it was captured: {plain(name)}{storage.OUT_SUFFIX} was lost"
+    return "no output was captured: it was written as inputs alone"
+
+
+def _index_entry(line: str) -> dict[str, object]:
+    import msgspec
+
+    try:
+        found = msgspec.json.decode(line)
+    except (msgspec.DecodeError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def read(path: Path) -> Capture:
@@ -120,11 +194,11 @@ def read(path: Path) -> Capture:
     source = inputs_path(path)
     header, tensors = storage.read_file(source)
     if header.role != "inputs" or header.call is None:
-        raise BadCapture(f"{source}: holds {header.role}, expected inputs")
+        raise BadCapture(f"{source}: holds {header.role}, expected inputs", hint=ROLES)
     output = lse = None
     result = stem(source).with_name(stem(source).name + storage.OUT_SUFFIX)
     facts = dict(header.tensors)
-    if result.exists():
+    if os.path.lexists(result):  # a link to nothing is no call that never came back
         output, lse, outputs = _read_result(result, source, header)
         facts |= outputs
     capture = Capture(stem(source).name, header.call, tensors, facts, output, lse, stem(source), header.versions)
@@ -135,16 +209,16 @@ def read(path: Path) -> Capture:
 def _read_result(path: Path, source: Path, inputs: FileHeader) -> tuple[torch.Tensor | None, torch.Tensor | None, dict[str, TensorFact]]:
     header, tensors = storage.read_file(path)
     if header.role != "outputs":
-        raise BadCapture(f"{path}: holds {header.role}, expected outputs")
+        raise BadCapture(f"{path}: holds {header.role}, expected outputs", hint=ROLES)
     expected = inputs_digest(inputs)
     if header.inputs_sha256 != expected:
         raise BadCapture(
             f"{path}: outputs of inputs {str(header.inputs_sha256)[:16]}…, but {source.name} is {expected[:16]}…",
-            hint="files of two captures were mixed",
+            hint="files of two captures were mixed: copy both files of one capture again",
         )
     unknown = set(tensors) - {"output", "lse"}
     if unknown:
-        raise BadCapture(f"{path}: holds {sorted(unknown)}, expected output and lse")
+        raise BadCapture(f"{path}: holds {sorted(unknown)}, expected output and lse", hint=RECORD_AGAIN)
     return tensors.get("output"), tensors.get("lse"), dict(header.tensors)
 
 
@@ -169,20 +243,29 @@ def outputs_header(inputs: FileHeader, tensors: Mapping[str, torch.Tensor], fact
     return FileHeader(schema_version=SCHEMA_VERSION, role="outputs", tensors=described, versions=inputs.versions, inputs_sha256=inputs_digest(inputs))
 
 
-def save(capture: Capture, folder: Path, name: str | None = None) -> Path:
-    """Writes a capture (inputs, then outputs, then its status) and returns its stem; an existing one of that name is refused."""
-    folder.mkdir(parents=True, exist_ok=True)
+def save(capture: Capture, folder: Path, name: str | None = None, *, again: bool = False) -> Path:
+    """Writes a capture (inputs, then outputs, then its status) and returns its stem.
+
+    An existing one of that name is refused with UsageError, but for the very same one with `again`. Raises CannotRun
+    where the folder cannot be made or written.
+    """
     target = folder / (name or capture.name)
+    require_writable_folder(target.parent)
     kept = {
         key: value for key, value in capture.facts.items() if key in capture.tensors and storage.tensor_digest(capture.tensors[key]) == value.sha256
     }
     header = inputs_header(capture.call, capture.tensors, kept, capture.versions)
     result = {key: value for key, value in (("output", capture.output), ("lse", capture.lse)) if value is not None}
+    written = [target.with_name(target.name + suffix) for suffix in (storage.IN_SUFFIX, storage.OUT_SUFFIX)[: 1 + bool(result)]]
+    there = all(path.exists() for path in written)
     try:
-        size = storage.write_file(target.with_name(target.name + storage.IN_SUFFIX), header, capture.tensors)
+        size = storage.write_file(written[0], header, capture.tensors, again=again)
         if result:
-            size += storage.write_file(target.with_name(target.name + storage.OUT_SUFFIX), outputs_header(header, result), result)
+            size += storage.write_file(written[1], outputs_header(header, result), result, again=again)
     except FileExistsError:
-        raise UsageError(f"{target} exists already", hint="name another folder, or remove it first") from None
-    storage.append_status(folder, {"id": target.name, "status": "complete" if result else "inputs", "bytes": size})
+        raise UsageError(
+            f"{plain(target)} exists already{' and holds something else' if again else ''}", hint="name another folder, or remove it first"
+        ) from None
+    if not there:
+        storage.append_status(target.parent, {"id": target.name, "status": "complete" if result else "inputs", "bytes": size})
     return target

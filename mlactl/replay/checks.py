@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from mlactl.kernels import registry
 from mlactl.kernels.errors import PlanError
-from mlactl.replay.errors import BadCapture
+from mlactl.replay.errors import RECORD_AGAIN, BadCapture
 from mlactl.replay.header import DENSE_INPUTS, SELECTED_INPUTS
 from mlactl.replay.records import RECORDS, ROPE_ELEMENTS
 from mlactl.replay.visible import first_visible, visible_lengths
@@ -19,23 +19,31 @@ if TYPE_CHECKING:
     from mlactl.replay.capture import Capture
 
 OPTIONAL_INPUTS = ("query_cache_seqlens",)
+DENSE_KERNELS = (registry.DENSE_FORWARD.kernel_id,)
+SELECTING_KERNELS = (registry.SPARSE_DECODE.kernel_id, registry.SPARSE_PREFILL.kernel_id)
+Q_DTYPES = {"bf16": "bfloat16", "e4m3": "float8_e4m3fn"}
 
 
 def check(capture: Capture, origin: str) -> None:
-    """Raises BadCapture for the first thing that does not fit, naming both sides."""
-    _check_call(capture, origin)
-    _check_names(capture, origin)
-    _check_records(capture, origin)
-    if capture.dense:
-        _check_lengths(capture, origin)
-        _check_table(capture, origin)
-    else:
-        _check_slots(capture, origin)
-    _check_result(capture, origin)
+    """Raises BadCapture for the first thing that does not fit, naming both sides and the next step."""
+    try:
+        _check_call(capture, origin)
+        _check_names(capture, origin)
+        _check_records(capture, origin)
+        _check_facts(capture, origin)
+        if capture.dense:
+            _check_lengths(capture, origin)
+            _check_table(capture, origin)
+        else:
+            _check_slots(capture, origin)
+        _check_result(capture, origin)
+    except BadCapture as error:
+        error.hint = error.hint or RECORD_AGAIN
+        raise
 
 
 def _check_call(capture: Capture, origin: str) -> None:
-    call, parallel = capture.call, capture.call.parallel
+    call = capture.call
     if call.record not in RECORDS:
         raise BadCapture(f"{origin}: record layout {call.record!r} is not one of {', '.join(RECORDS)}")
     layout = capture.layout
@@ -49,13 +57,19 @@ def _check_call(capture: Capture, origin: str) -> None:
             raise BadCapture(f"{origin}: {name} is {value}, expected a finite number above 0")
     if call.latent_scale != 1.0 and not layout.takes_latent_scale:
         raise BadCapture(f"{origin}: latent_scale {call.latent_scale} with {layout.name} records, which take none but 1.0")
-    for kind, rank, world in (("TP", parallel.tp_rank, parallel.tp_world), ("DCP", parallel.dcp_rank, parallel.dcp_world)):
-        if not 0 <= rank < world:
-            raise BadCapture(f"{origin}: {kind} rank {rank} of {world}")
-    if parallel.interleave < 1 or call.page_size < 1 or (call.window is not None and call.window < 1):
-        raise BadCapture(f"{origin}: interleave {parallel.interleave}, page size {call.page_size}, window {call.window}; each must be at least 1")
-    if call.kernel_id not in registry.KERNELS:
-        raise BadCapture(f"{origin}: kernel {call.kernel_id!r} is not one of {', '.join(registry.KERNELS)}")
+    if call.kv_scale != 1.0 and layout.scale_mode != "tensor":
+        raise BadCapture(f"{origin}: kv_scale {call.kv_scale} with {layout.name} records, which take none but 1.0")
+    wrong = call.parallel.fault()
+    if wrong:
+        raise BadCapture(f"{origin}: {wrong}")
+    bounds = (("page size", call.page_size, 1), ("window", call.window, 1), ("splits", call.splits, 1), ("layer", call.layer, 0))
+    for name, number, least in (*bounds, ("kernel version", call.kernel_version, 1)):
+        if number is not None and number < least:
+            raise BadCapture(f"{origin}: {name} {number}, expected at least {least}")
+    kernels = DENSE_KERNELS if capture.dense else SELECTING_KERNELS
+    if call.kernel_id not in kernels:
+        what = "pages through a table" if capture.dense else "selected slots"
+        raise BadCapture(f"{origin}: kernel {call.kernel_id!r} is not one of {', '.join(kernels)}, which attend over {what}")
 
 
 def _check_names(capture: Capture, origin: str) -> None:
@@ -93,6 +107,36 @@ def _check_records(capture: Capture, origin: str) -> None:
         raise BadCapture(f"{origin}: {len(ids)} page ids for {kv.shape[0]} pages")
     if len(ids) and (int(ids.min()) < 0 or len(set(ids.tolist())) != len(ids)):
         raise BadCapture(f"{origin}: page ids must differ and be at least 0, found {_first(ids, lambda value: value < 0) or 'a repeated one'}")
+
+
+def _check_facts(capture: Capture, origin: str) -> None:
+    """The spec's facts: known ones of this release's version, and none that says something else than the call."""
+    call, kernel = capture.call, registry.KERNELS[capture.call.kernel_id]
+    needed = ("record", "width") if capture.dense else ("record",)
+    missing = [name for name in needed if name not in call.facts]
+    if missing:
+        raise BadCapture(f"{origin}: the kernel spec has no fact {' and '.join(missing)}, a call over {call.record} records has")
+    if call.kernel_version == kernel.version:
+        # Imports hold only the facts that another tool's dump tells, so that some may be missing; none may be made up.
+        allowed = {fact.name: fact for fact in kernel.facts}
+        for name, value in sorted(call.facts.items()):
+            if name not in allowed:
+                raise BadCapture(f"{origin}: the kernel spec has a fact {name!r}, {kernel.kernel_id} {kernel.version} has {', '.join(allowed)}")
+            if type(value) is not allowed[name].kind or (name not in needed and value not in allowed[name].allowed):
+                raise BadCapture(f"{origin}: the kernel spec says {name}={value!r}, expected one of {list(allowed[name].allowed)}")
+    width, query = int(capture.tensors["q"].shape[2]), str(capture.tensors["q"].dtype).removeprefix("torch.")
+    if call.facts.get("width", width) != width:
+        raise BadCapture(f"{origin}: the kernel spec says width {call.facts['width']!r}, q has {width} elements a head")
+    declared = call.facts.get("q_dtype")
+    if declared is not None and Q_DTYPES.get(str(declared)) != query:
+        raise BadCapture(f"{origin}: the kernel spec says q_dtype={declared}, q is {query}")
+    if call.q_scale != 1.0 and query == Q_DTYPES["bf16"]:
+        raise BadCapture(f"{origin}: q_scale {call.q_scale} with a bf16 query, which takes none but 1.0")
+    if not capture.dense and (call.window is not None or call.sparse is not None):
+        raise BadCapture(f"{origin}: a {'window' if call.window is not None else 'sparse policy'} is declared, selected slots have none")
+    windowed = call.facts.get("window")
+    if windowed is not None and windowed is not (call.window is not None):
+        raise BadCapture(f"{origin}: the kernel spec says window={str(windowed).lower()}, the capture has window {call.window}")
 
 
 def _first(tensor: torch.Tensor, wrong: object) -> str | None:

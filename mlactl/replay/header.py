@@ -12,13 +12,14 @@ import msgspec
 
 from mlactl.kernels.mla import policy
 from mlactl.kernels.spec import CompileSpec, FactValue, canonical_json
-from mlactl.replay.errors import BadCapture
+from mlactl.replay.errors import RECORD_AGAIN, BadCapture
 
 SCHEMA_VERSION = 1
 METADATA_KEY = "mlactl"
 MODES = ("decode", "verify", "extend", "prefill")
 LSE_BASES = ("natural", "2")
 DENSE_INPUTS = ("q", "kv_cache", "page_ids", "page_table", "cache_seqlens", "cu_seqlens_q")
+MAX_WORLD, MAX_INTERLEAVE = 1 << 20, 1 << 30
 SELECTED_INPUTS = ("q", "kv_cache", "page_ids", "indices", "lengths")
 
 
@@ -41,6 +42,15 @@ class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dcp_rank: int = 0
     dcp_world: int = 1
     interleave: int = 1
+
+    def fault(self) -> str | None:
+        """What no rank can be, in a few words; None where all is well."""
+        for kind, rank, world in (("TP", self.tp_rank, self.tp_world), ("DCP", self.dcp_rank, self.dcp_world)):
+            if not 0 <= rank < world <= MAX_WORLD:
+                return f"{kind} rank {rank} of {world}, expected a rank from 0 to one less than its world, of at most {MAX_WORLD:,}"
+        if not 1 <= self.interleave <= MAX_INTERLEAVE:
+            return f"interleave {self.interleave}, expected 1 to {MAX_INTERLEAVE:,}"
+        return None
 
 
 class SparsePolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -107,7 +117,7 @@ def parse(text: str, origin: str) -> FileHeader:
     try:
         raw = msgspec.json.decode(text)
     except msgspec.DecodeError as error:
-        raise BadCapture(f"{origin}: its metadata is not JSON: {error}") from None
+        raise BadCapture(f"{origin}: its metadata is not JSON: {error}", hint=RECORD_AGAIN) from None
     version = raw.get("schema_version") if isinstance(raw, dict) else None
     if version != SCHEMA_VERSION:
         raise BadCapture(f"{origin}: capture schema {version!r}, this release reads {SCHEMA_VERSION}", hint="read it with the release that wrote it")
@@ -115,13 +125,13 @@ def parse(text: str, origin: str) -> FileHeader:
     try:
         header = msgspec.convert(raw, FileHeader)
     except msgspec.ValidationError as error:
-        raise BadCapture(f"{origin}: its metadata does not fit: {error}") from None
+        raise BadCapture(f"{origin}: its metadata does not fit: {error}", hint=RECORD_AGAIN) from None
     if header.role not in ("inputs", "outputs"):
-        raise BadCapture(f"{origin}: role {header.role!r} is neither inputs nor outputs")
+        raise BadCapture(f"{origin}: role {header.role!r} is neither inputs nor outputs", hint=RECORD_AGAIN)
     if header.role == "inputs" and header.call is None:
-        raise BadCapture(f"{origin}: an inputs file that describes no call")
+        raise BadCapture(f"{origin}: an inputs file that describes no call", hint=RECORD_AGAIN)
     if header.call is not None and header.call.mode not in MODES:
-        raise BadCapture(f"{origin}: mode {header.call.mode!r} is not one of {', '.join(MODES)}")
+        raise BadCapture(f"{origin}: mode {header.call.mode!r} is not one of {', '.join(MODES)}", hint=RECORD_AGAIN)
     return header
 
 

@@ -20,12 +20,15 @@ if TYPE_CHECKING:
 
     from mlactl.replay.capture import Capture
 
+DEVICES = ("auto", "cpu", "cuda")
 _LOGITS = 1 << 24
 """Logits held at once."""
 
 
 def device_for(asked: str) -> str:
-    """`cpu` or `cuda`; `auto` takes the GPU where there is one. Raises EnvironmentUnfit for a GPU that is not there."""
+    """`cpu` or `cuda`; `auto` takes the GPU where there is one. Raises UsageError, and EnvironmentUnfit for a GPU that is not there."""
+    if asked not in DEVICES:
+        raise UsageError(f"--device {asked} is not one of {', '.join(DEVICES)}", hint="--device auto takes the GPU where there is one")
     if asked == "cpu":
         return "cpu"
     import torch
@@ -34,9 +37,7 @@ def device_for(asked: str) -> str:
         return "cuda"
     if asked == "auto":
         return "cpu"
-    if asked == "cuda":
-        raise EnvironmentUnfit("no CUDA device was found for --device cuda", hint="--device cpu runs the reference on the CPU")
-    raise UsageError(f"--device {asked} is not one of auto, cpu, cuda")
+    raise EnvironmentUnfit("no CUDA device was found for --device cuda", hint="--device cpu runs the reference on the CPU")
 
 
 def reference(capture: Capture, kind: str, *, device: str = "auto", rows: Sequence[int] | None = None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -100,7 +100,7 @@ def split_name(evidence: Evidence, request: int, run: range) -> tuple[int, int] 
     rows = [row for row in evidence.rows if capture.requests[row] == request]
     length = max(visible_lengths(capture)[row] for row in rows) if capture.dense else max(int(capture.tensors["lengths"][row]) for row in rows)
     declared = capture.call.splits
-    for splits in [declared] if declared is not None else range(2, MAX_SPLITS + 1):
+    for splits in [declared] if declared is not None and declared > 0 else range(2, MAX_SPLITS + 1):
         for grain in (1, GRAIN_TOKENS, 64):
             size = math.ceil(math.ceil(length / grain) / splits) * grain
             if run.start % size == 0 and run.stop in (run.start + size, length) and len(run) <= size:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mlactl.errors import MlactlError, UsageError
+from mlactl.printable import safe, shell_word
 from mlactl.replay import capture as captures
 from mlactl.replay import oracle, storage
 from mlactl.replay.capture import Capture
@@ -18,6 +20,8 @@ from mlactl.replay.inferred import inferred_clusters
 from mlactl.replay.kernel import KernelResult, run_kernel
 from mlactl.replay.report import ERROR, MATCH, MISMATCH, NOTHING, Bisection, CallReport, Pair, Report
 from mlactl.replay.results import Strictness, call_axes, natural_lse, result_comparisons
+from mlactl.replay.slices import cut, only_heads, selected
+from mlactl.replay.workers import in_order
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +35,8 @@ REFERENCES = ("fp32", "fp64")
 class ReplayOptions:
     """What a person asked for. `rows` and `heads` restrict the comparison; `save` is the folder results are written to.
 
-    `opener` gives the kernels' runtime its objects (`mlactl.opening.open_runtime`); None where the caller did.
+    `opener` gives the kernels' runtime its objects (`mlactl.opening.open_runtime`); None where the caller did. `on_step`
+    hears what is being done, in this process; `kept` holds on to results for a picture.
     """
 
     reference: str = "fp32"
@@ -47,6 +52,13 @@ class ReplayOptions:
     cache_dir: str | None = None
     opener: Callable[..., object] | None = None
     threads: int | None = None
+    on_step: Callable[[str], None] | None = None
+    kept: Kept | None = None
+
+    def step(self, text: str) -> None:
+        """Says what is being done now."""
+        if self.on_step is not None:
+            self.on_step(text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,38 +70,80 @@ class Results:
     reference: tuple[torch.Tensor, torch.Tensor]
     captured: tuple[torch.Tensor | None, torch.Tensor | None]
     kernel: KernelResult
+    heads: tuple[int, ...] | None = None
 
 
-def replay_one(path: Path, options: ReplayOptions) -> CallReport:
-    """Replays one capture; a capture that cannot be used becomes a report that says so."""
+class Kept:
+    """The results of the first capture that was compared, and of the first that does not match: what a picture is drawn of."""
+
+    def __init__(self) -> None:
+        self._first: Results | None = None
+        self._wrong: Results | None = None
+
+    def offer(self, results: Results, *, matches: bool) -> None:
+        """Keeps results that may be drawn later."""
+        self._first = self._first or results
+        if not matches:
+            self._wrong = self._wrong or results
+
+    def find(self, capture: Capture, rows: tuple[int, ...], heads: tuple[int, ...] | None) -> Results | None:
+        """The results of that very capture, rows and heads, where they were kept."""
+        for held in (self._wrong, self._first):
+            if held is not None and capture.path is not None and (held.capture.path, held.rows, held.heads) == (capture.path, rows, heads):
+                return held
+        return None
+
+
+def replay_one(path: Path, options: ReplayOptions, name: str | None = None) -> CallReport:
+    """Replays one capture; one that cannot be used, or that breaks something, becomes a report that says so.
+
+    `name` is what reports call it, where its file's name alone would not tell it from another.
+    """
     started = time.perf_counter()
-    name = captures.stem(path).name
+    name = name or captures.display_names([path])[0]
+    options.step(name)
     try:
         if options.threads is not None:
             import torch
 
             torch.set_num_threads(options.threads)
-        report = replay_capture(captures.read(path), options)
+        report = replay_capture(replace(captures.read(path), name=name), options)
     except MlactlError as error:
-        report = CallReport(name, ERROR, (("capture", str(path)),), message=error.message, hint=error.hint)
+        report = _error(path, name, error.message, error.hint)
+    except Exception as error:
+        if os.environ.get("MLACTL_DEBUG") == "1":
+            raise
+        # One capture must not take the reports of the others with it.
+        reason = " ".join(str(error).split()) or "no message"
+        report = _error(path, name, f"internal error: {type(error).__name__}: {reason}", f"MLACTL_DEBUG=1 mlactl replay {shell_word(path)}")
     return replace(report, seconds=time.perf_counter() - started)
+
+
+def _error(path: Path, name: str, message: str, hint: str | None) -> CallReport:
+    return CallReport(name, ERROR, (("capture", safe(path)),), message=safe(message), hint=None if hint is None else safe(hint))
 
 
 def replay_capture(capture: Capture, options: ReplayOptions) -> CallReport:
     """Replays a capture that was read and checked; raises what its reference raises."""
     results = compute(capture, options)
     pairs = _pairs(results, options)
-    if options.save is not None:
-        save_results(results, options.save)
     provenance = _provenance(results, options)
+    notes = (*_notes(results), *_saved(results, options))
     if not pairs:
         return CallReport(
-            capture.name, NOTHING, provenance, message=f"nothing to compare with the reference: no output was captured and {results.kernel.reason}",
+            capture.name,
+            NOTHING,
+            provenance,
+            notes=notes,
+            message=f"nothing to compare with the reference: {_no_output(capture)}, and {results.kernel.reason}",
             hint="capture with the process kept alive through the launch, or replay on a card of the kernel's arch",
-        )  # fmt: skip
+        )
     wrong = next((pair for pair in pairs if not pair.matches), None)
+    if options.kept is not None:
+        options.kept.offer(results, matches=wrong is None)
     if wrong is None:
-        return CallReport(capture.name, MATCH, provenance, pairs, determinism=results.kernel.determinism, notes=_notes(results))
+        return CallReport(capture.name, MATCH, provenance, pairs, determinism=results.kernel.determinism, notes=notes)
+    options.step(f"{capture.name}: where the errors are")
     judged = results.kernel.result if wrong.left == "kernel" else results.captured
     inferred = inferred_clusters(capture, results.rows, options.heads, judged[0], results.reference[0], wrong) if judged[0] is not None else ()
     return CallReport(
@@ -100,43 +154,32 @@ def replay_capture(capture: Capture, options: ReplayOptions) -> CallReport:
         inferred=inferred,
         determinism=results.kernel.determinism,
         command=_command(capture, wrong),
-        notes=_notes(results),
+        notes=notes,
         bisection=_bisect(results, options, wrong) if options.bisect else None,
     )
 
 
 def compute(capture: Capture, options: ReplayOptions) -> Results:
     """The reference, what was captured and, where it can run, the kernel; only the rows and heads asked for."""
-    rows = _selected("row", options.rows, capture.rows)
-    heads = _selected("head", options.heads, capture.heads) if options.heads is not None else None
+    rows = selected("row", options.rows, capture.rows)
+    heads = selected("head", options.heads, capture.heads) if options.heads is not None else None
+    held = options.kept.find(capture, rows, heads) if options.kept is not None else None
+    if held is not None:
+        return held
+    options.step(f"{capture.name}: reference {options.reference}")
     reference = oracle.reference(capture, options.reference, device=options.device, rows=rows if options.rows is not None else None)
+    options.step(f"{capture.name}: kernel")
     kernel = (
         run_kernel(capture, cache_dir=options.cache_dir, opener=options.opener, repeats=options.repeats)
         if options.kernel
         else KernelResult(reason="the kernel was not asked for")
     )
     lse = None if capture.lse is None else natural_lse(capture.lse, capture.call.lse_base)
-    captured = (_cut(capture.output, rows, heads), _cut(lse, rows, heads))
+    captured = (cut(capture.output, rows, heads), cut(lse, rows, heads))
     if kernel.output is not None:
-        kernel = replace(kernel, output=_cut(kernel.output, rows, heads), lse=_cut(kernel.lse, rows, heads))
-    return Results(capture, rows, (_heads(reference[0], heads), _heads(reference[1], heads)), captured, kernel)
-
-
-def _selected(what: str, asked: tuple[int, ...] | None, extent: int) -> tuple[int, ...]:
-    if asked is None:
-        return tuple(range(extent))
-    for index in asked:
-        if not 0 <= index < extent:
-            raise UsageError(f"{what} {index} was asked for, the capture has {what}s 0 to {extent - 1}")
-    return asked
-
-
-def _cut(tensor: torch.Tensor | None, rows: Sequence[int], heads: Sequence[int] | None) -> torch.Tensor | None:
-    return None if tensor is None else _heads(tensor if len(rows) == len(tensor) else tensor[list(rows)], heads)
-
-
-def _heads(tensor: torch.Tensor, heads: Sequence[int] | None) -> torch.Tensor:
-    return tensor if heads is None else tensor[:, list(heads)]
+        kernel = replace(kernel, output=cut(kernel.output, rows, heads), lse=cut(kernel.lse, rows, heads))
+    options.step(f"{capture.name}: comparing")
+    return Results(capture, rows, (only_heads(reference[0], heads), only_heads(reference[1], heads)), captured, kernel, heads)
 
 
 def _pairs(results: Results, options: ReplayOptions) -> tuple[Pair, ...]:
@@ -171,19 +214,29 @@ def _provenance(results: Results, options: ReplayOptions) -> tuple[tuple[str, st
         lines.append(("latent_scale", f"{call.latent_scale:.9g}"))
     lines.append(("captured with", " ".join(f"{name} {version}" for name, version in sorted(capture.versions.items())) or "unknown versions"))
     lines.append(("kernel run", results.kernel.reason or "in this process"))
-    return tuple(lines)
+    # Metadata is what somebody else wrote: a line break in it must not look like a line of the report.
+    return tuple((name, safe(text)) for name, text in lines)
 
 
 def _notes(results: Results) -> tuple[str, ...]:
-    notes = []
-    if results.captured[0] is None:
-        notes.append("no output was captured: the launch did not come back")
-    return tuple(notes)
+    return (_no_output(results.capture),) if results.captured[0] is None else ()
+
+
+def _no_output(capture: Capture) -> str:
+    return captures.why_no_output(capture.path) if capture.path is not None else "no output was captured"
+
+
+def _saved(results: Results, options: ReplayOptions) -> tuple[str, ...]:
+    """Saves what was computed where that was asked for; a folder that cannot be written costs the file and not the report."""
+    if options.save is None:
+        return ()
+    sources = (("reference", results.reference), ("captured", results.captured), ("kernel", results.kernel.result))
+    return storage.save_results(options.save, results.capture.name, sources)
 
 
 def _command(capture: Capture, wrong: Pair) -> str:
     """The command that shows the smallest failing slice: the worst row and head, or the whole capture where none stands out."""
-    target = capture.path if capture.path is not None else capture.name
+    target = shell_word(capture.path if capture.path is not None else capture.name)
     worst = next((item.worst for item in wrong.comparisons if item.worst is not None), None)
     if worst is None:
         return f"mlactl replay {target}"
@@ -196,7 +249,12 @@ def _bisect(results: Results, options: ReplayOptions, wrong: Pair) -> Bisection:
 
     if wrong.left == "kernel":
         return _shrink(results.capture, options)
-    return bisect.explain(results.capture, results.rows, options.heads, results.captured, results.reference)
+    say = partial(_say, options, results.capture.name)
+    return bisect.explain(results.capture, results.rows, options.heads, results.captured, results.reference, on_step=say)
+
+
+def _say(options: ReplayOptions, name: str, text: str) -> None:
+    options.step(f"{name}: {text}")
 
 
 def _shrink(capture: Capture, options: ReplayOptions) -> Bisection:
@@ -214,24 +272,16 @@ def _shrink(capture: Capture, options: ReplayOptions) -> Bisection:
         pairs = (found.output, reference[0]), (found.lse, reference[1])
         return not all(one.matches for one in result_comparisons(item.call.record, item.call.mode, *pairs, call_axes(item), options.strictness))
 
-    smallest, steps = shrink(capture, fails)
+    smallest, steps = shrink(capture, fails, on_step=partial(_say, options, capture.name))
     result = run(smallest)
     folder = options.smallest or Path("smallest-captures")
-    path = captures.save(smallest.with_result(result.output, result.lse), folder, f"{capture.name}-smallest")
     what = f"{len(smallest.boundaries) - 1} requests, {smallest.rows} rows, {smallest.heads} heads, {len(smallest.tensors['kv_cache'])} pages"
-    return Bisection(f"the smallest input that still fails has {what}", smallest=str(path), steps=steps)
-
-
-def save_results(results: Results, folder: Path) -> Path:
-    """Writes what replay computed as plain safetensors, for `mlactl diff` and for whoever looks further."""
-    from safetensors.torch import save_file
-
-    folder.mkdir(parents=True, exist_ok=True)
-    sources = (("reference", results.reference), ("captured", results.captured), ("kernel", results.kernel.result))
-    found = {f"{name}.{what}": tensor for name, pair in sources for what, tensor in zip(("output", "lse"), pair, strict=True) if tensor is not None}
-    path = folder / f"{results.capture.name}.results.safetensors"
-    save_file(storage.unshared(found), path)
-    return path
+    verdict = f"the smallest input that still fails has {what}"
+    try:
+        path = captures.save(smallest.with_result(result.output, result.lse), folder, f"{capture.name}-smallest", again=True)
+    except MlactlError as error:
+        return Bisection(f"{verdict}; it was not written: {safe(error.message)}", steps=steps)
+    return Bisection(verdict, smallest=safe(path), steps=steps)
 
 
 OnReport = Callable[[CallReport], None]
@@ -245,31 +295,41 @@ def replay(paths: Sequence[Path], options: ReplayOptions, *, jobs: int = 1, fail
     """
     if jobs < 1:
         raise UsageError(f"--jobs {jobs}: at least 1 is needed")
+    if options.repeats < 1:
+        raise UsageError(f"--repeats {options.repeats}: at least 1 is needed", hint="--repeats 3, or --no-kernel to run none")
+    names = captures.display_names(paths)
     done: list[CallReport] = []
-    for report in _reports(paths, options, jobs):
+    for report in _reports(paths, names, options, jobs):
         done.append(report)
         if on_report is not None:
             on_report(report)
         if fail_fast and report.status in (MISMATCH, ERROR):
             break
     skipped = len(paths) - len(done)
-    if not skipped:
-        done += groups.group_reports(paths, options)
+    done += groups.unmerged(paths) if skipped else groups.group_reports(paths, options)
     return Report(tuple(done), skipped=skipped)
 
 
-def _reports(paths: Sequence[Path], options: ReplayOptions, jobs: int) -> Iterator[CallReport]:
+def _reports(paths: Sequence[Path], names: Sequence[str], options: ReplayOptions, jobs: int) -> Iterator[CallReport]:
     if jobs == 1 or len(paths) == 1:
-        yield from (replay_one(path, options) for path in paths)
+        yield from (replay_one(path, options, name) for path, name in zip(paths, names, strict=True))
         return
-    import multiprocessing
-    import os
-    from concurrent.futures import ProcessPoolExecutor
+    # Each worker gets its share of the cores; what is said and kept stays in this process.
+    share = replace(options, threads=options.threads or max(1, (os.cpu_count() or 1) // jobs), on_step=None, kept=None)
+    yield from in_order(partial(_replay_named, options=share), list(zip(paths, names, strict=True)), jobs, _killed)
 
-    # Spawned, because a forked child of a process that used CUDA or OpenMP threads hangs; each worker gets its share of the cores.
-    share = replace(options, threads=options.threads or max(1, (os.cpu_count() or 1) // jobs))
-    pool = ProcessPoolExecutor(min(jobs, len(paths)), mp_context=multiprocessing.get_context("spawn"))
-    try:
-        yield from pool.map(partial(replay_one, options=share), paths)
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+
+def _replay_named(item: tuple[Path, str], *, options: ReplayOptions) -> CallReport:
+    return replay_one(item[0], options, item[1])
+
+
+def _killed(item: tuple[Path, str]) -> CallReport:
+    path, name = item
+    return _error(
+        path, name, "the process that replayed it was killed, most often for its memory", f"mlactl replay {shell_word(path)}, and watch free -g"
+    )
+
+
+def unsaved(report: Report) -> str | None:
+    """The first result that could not be saved, in words; None where all were, or none was to be."""
+    return next((note for call in report.calls for note in call.notes if note.startswith(storage.NOT_SAVED)), None)

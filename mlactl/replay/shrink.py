@@ -15,6 +15,7 @@ from mlactl.replay.capture import Capture
 from mlactl.replay.visible import seen
 
 Fails = Callable[[Capture], bool]
+OnStep = Callable[[str], None]
 MAX_RUNS = 300
 """Kernel runs spent on one capture."""
 
@@ -22,19 +23,22 @@ MAX_RUNS = 300
 class _Budget:
     """Counts runs; when they are spent nothing fails any more, and what was found so far stands."""
 
-    def __init__(self, fails: Fails) -> None:
-        self._fails, self.runs = fails, 0
+    def __init__(self, fails: Fails, on_step: OnStep | None = None) -> None:
+        self._fails, self._on_step, self.runs = fails, on_step, 0
+        self.cutting = ""
 
     def __call__(self, capture: Capture) -> bool:
         if self.runs >= MAX_RUNS:
             return False
         self.runs += 1
+        if self._on_step is not None:
+            self._on_step(f"fewer {self.cutting}, run {self.runs} of at most {MAX_RUNS}")
         return self._fails(capture)
 
 
-def shrink(capture: Capture, fails: Fails) -> tuple[Capture, tuple[str, ...]]:
-    """The smallest capture found that still fails, without a result, and what each step took away."""
-    budget = _Budget(fails)
+def shrink(capture: Capture, fails: Fails, *, on_step: OnStep | None = None) -> tuple[Capture, tuple[str, ...]]:
+    """The smallest capture found that still fails, without a result, and what each step took away; `on_step` hears of each run."""
+    budget = _Budget(fails, on_step)
     steps: list[str] = []
     found = capture.with_result(None, None)
     for name, parts, cut in (
@@ -44,7 +48,7 @@ def shrink(capture: Capture, fails: Fails) -> tuple[Capture, tuple[str, ...]]:
         ("pages", _page_count, keep_pages),
         ("keys", _key_count, keep_keys),
     ):
-        before = parts(found)
+        budget.cutting, before = name, parts(found)
         if name in ("pages", "keys") and found.rows != 1:
             steps.append(f"{name}: left as they are, no single row fails")
             continue

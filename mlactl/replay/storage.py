@@ -11,14 +11,18 @@ import contextlib
 import errno
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlactl.errors import CannotRun
+from mlactl.errors import CannotRun, MlactlError
 from mlactl.kernels.spec import canonical_json
-from mlactl.replay.errors import BadCapture
+from mlactl.printable import safe, shell_word
+from mlactl.regular_files import open_regular, require_writable_folder
+from mlactl.regular_files import write_file as replace_file
+from mlactl.replay.errors import RECORD_AGAIN, BadCapture
 from mlactl.replay.header import METADATA_KEY, FileHeader, TensorFact, dump, parse
 
 if TYPE_CHECKING:
@@ -27,6 +31,7 @@ if TYPE_CHECKING:
 IN_SUFFIX = ".in.safetensors"
 OUT_SUFFIX = ".out.safetensors"
 INDEX = "index.jsonl"
+NOT_SAVED = "results were not saved"
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
@@ -63,10 +68,11 @@ def unshared(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return found
 
 
-def write_file(path: Path, header: FileHeader, tensors: Mapping[str, torch.Tensor]) -> int:
+def write_file(path: Path, header: FileHeader, tensors: Mapping[str, torch.Tensor], *, again: bool = False) -> int:
     """Writes one file and returns its size in bytes; it exists whole under its name, or not at all.
 
-    Raises CannotRun where the folder cannot be written and FileExistsError where the name is taken.
+    Raises CannotRun where the folder cannot be written and FileExistsError where the name is taken; with `again` a file
+    that has these very bytes already counts as written.
     """
     from safetensors.torch import save
 
@@ -74,6 +80,8 @@ def write_file(path: Path, header: FileHeader, tensors: Mapping[str, torch.Tenso
     contiguous = unshared(tensors)
     try:
         data = save(contiguous, {METADATA_KEY: dump(header)})
+        if again and path.is_file() and path.stat().st_size == len(data) and path.read_bytes() == data:
+            return len(data)
         with temporary.open("wb") as file:
             file.write(data)
             file.flush()
@@ -83,7 +91,8 @@ def write_file(path: Path, header: FileHeader, tensors: Mapping[str, torch.Tenso
         raise
     except OSError as error:
         raise CannotRun(
-            f"{path} cannot be written: {error.strerror or error}", hint="capture into a folder with room that this user may write"
+            f"{path} cannot be written: {error.strerror or error}",
+            hint=f"name a folder with room that this user may write; df -h {shell_word(path.parent)}",
         ) from error
     finally:
         with contextlib.suppress(OSError):
@@ -105,15 +114,29 @@ def _publish(temporary: Path, path: Path) -> None:
 
 def read_header(path: Path) -> FileHeader:
     """The header of one file alone; raises BadCapture or CannotRun."""
+    with _opened(path) as file:
+        return _header_of(file.metadata(), path)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """A safetensors file through its descriptor: what was checked is what is read, and a name of any bytes can be opened."""
     from safetensors import SafetensorError, safe_open
 
-    try:
-        with safe_open(path, framework="pt") as file:
-            return _header_of(file.metadata(), path)
-    except SafetensorError as error:
-        raise BadCapture(f"{path}: not a whole safetensors file: {error}") from error
-    except OSError as error:
-        raise CannotRun(f"{path} cannot be read: {error.strerror or error}") from error
+    with open_regular(path) as (descriptor, _):
+        through = Path(f"/proc/self/fd/{descriptor}")
+        source = through if through.exists() else path
+        try:
+            with safe_open(source, framework="pt") as file:
+                yield file
+        except SafetensorError as error:
+            raise BadCapture(
+                f"{path}: not a whole safetensors file: {error}",
+                hint=f"copy it again from where it was recorded: ls -l {shell_word(path)} should say the same size there",
+            ) from error
+        except (OSError, RuntimeError, MemoryError) as error:
+            reason = " ".join(str(error).replace(str(source), str(path)).split()) or type(error).__name__
+            raise CannotRun(f"{path} cannot be read: {reason}", hint=f"ls -l {shell_word(path)}; free -g") from error
 
 
 def _header_of(metadata: Mapping[str, str] | None, path: Path) -> FileHeader:
@@ -124,19 +147,12 @@ def _header_of(metadata: Mapping[str, str] | None, path: Path) -> FileHeader:
 
 def read_file(path: Path) -> tuple[FileHeader, dict[str, torch.Tensor]]:
     """Header and tensors of one file, every digest checked; raises BadCapture or CannotRun. Tensors are mapped, not copied."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="pt") as file:
-            header = _header_of(file.metadata(), path)
-            names = set(file.keys())
-            if names != set(header.tensors):
-                raise BadCapture(f"{path}: holds tensors {sorted(names)}, declares {sorted(header.tensors)}")
-            tensors = {name: file.get_tensor(name) for name in sorted(names)}
-    except SafetensorError as error:
-        raise BadCapture(f"{path}: not a whole safetensors file: {error}") from error
-    except OSError as error:
-        raise CannotRun(f"{path} cannot be read: {error.strerror or error}") from error
+    with _opened(path) as file:
+        header = _header_of(file.metadata(), path)
+        names = set(file.keys())
+        if names != set(header.tensors):
+            raise BadCapture(f"{path}: holds tensors {sorted(names)}, declares {sorted(header.tensors)}", hint=RECORD_AGAIN)
+        tensors = {name: file.get_tensor(name) for name in sorted(names)}
     for name, tensor in tensors.items():
         _check_tensor(path, name, tensor, header.tensors[name])
     return header, tensors
@@ -145,14 +161,39 @@ def read_file(path: Path) -> tuple[FileHeader, dict[str, torch.Tensor]]:
 def _check_tensor(path: Path, name: str, tensor: torch.Tensor, declared: TensorFact) -> None:
     found = str(tensor.dtype).removeprefix("torch.")
     if found != declared.dtype:
-        raise BadCapture(f"{path}: {name} is {found}, declared as {declared.dtype}")
+        raise BadCapture(f"{path}: {name} is {found}, declared as {declared.dtype}", hint=RECORD_AGAIN)
     if tuple(tensor.shape) != declared.stored_shape:
-        raise BadCapture(f"{path}: {name} is {list(tensor.shape)}, declared as {list(declared.stored_shape)}")
+        raise BadCapture(f"{path}: {name} is {list(tensor.shape)}, declared as {list(declared.stored_shape)}", hint=RECORD_AGAIN)
+    if len(declared.strides) != len(declared.shape) or min((*declared.shape, *declared.strides, declared.storage_offset)) < 0:
+        raise BadCapture(
+            f"{path}: {name} was {list(declared.shape)} with strides {list(declared.strides)} from offset {declared.storage_offset}; "
+            "a tensor has one stride a dimension, none of them below 0",
+            hint=RECORD_AGAIN,
+        )
     digest = tensor_digest(tensor)
     if digest != declared.sha256:
         raise BadCapture(
             f"{path}: {name} has digest {digest[:16]}…, declared is {declared.sha256[:16]}…", hint="the file was changed after it was written"
         )
+
+
+def save_results(folder: Path, name: str, sources: Sequence[tuple[str, tuple[torch.Tensor | None, torch.Tensor | None]]]) -> tuple[str, ...]:
+    """Writes (output, LSE) pairs by their sources' names as `FOLDER/<name>.results.safetensors`, for `mlactl diff`.
+
+    Returns a note where that fails, nothing where it is done: what was computed is worth more than its file.
+    """
+    from safetensors.torch import save
+
+    found = {
+        f"{source}.{what}": tensor for source, pair in sources for what, tensor in zip(("output", "lse"), pair, strict=True) if tensor is not None
+    }
+    path = folder / f"{name}.results.safetensors"
+    try:
+        require_writable_folder(path.parent)
+        replace_file(save(unshared(found)), path, force=True)
+    except MlactlError as error:
+        return (f"{NOT_SAVED}: {safe(error.message)}",)
+    return ()
 
 
 def append_status(folder: Path, fields: Mapping[str, Any]) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlactl.errors import CannotRun, UsageError
+from mlactl.regular_files import require_regular
 from mlactl.replay.errors import BadCapture
 
 if TYPE_CHECKING:
@@ -22,8 +23,7 @@ def load(path: Path) -> dict[str, torch.Tensor]:
     Raises CannotRun for a file that cannot be read, BadCapture for one that is damaged or holds anything but tensors,
     UsageError for an unknown kind.
     """
-    if not path.exists():
-        raise CannotRun(f"{path} does not exist")
+    require_regular(path)
     if path.suffix == ".safetensors":
         return _safetensors(path)
     if path.suffix in TORCH_SUFFIXES:

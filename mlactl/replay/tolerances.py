@@ -94,7 +94,8 @@ def overridden(base: Tolerance, *, atol: float | None = None, rtol: float | None
     given = {name: value for name, value in (("atol", atol), ("rtol", rtol), ("row", row)) if value is not None}
     for name, value in given.items():
         if not value >= 0 or value == float("inf"):
-            raise UsageError(f"--{name} {value} is no tolerance, it must be a finite number of at least 0")
+            option = "row-tol" if name == "row" else name
+            raise UsageError(f"--{option} {value:g} is no tolerance, it must be a finite number of at least 0", hint=f"--{option} 0.01")
     if not given:
         return base
     # Whoever sets one value wants that one, not the largest of it and the defaults.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlactl.kernels.errors import NotBuiltYet
 from mlactl.replay.header import CallHeader, Parallel, SparsePolicy, TensorFact
-from mlactl.replay.records import record_layout
+from mlactl.replay.records import latent_elements, record_layout
 from mlactl.replay.storage import fact
 
 if TYPE_CHECKING:
@@ -27,6 +27,12 @@ class Described:
     def total_bytes(self) -> int:
         """Bytes of all tensors."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
+
+    @property
+    def result_bytes(self) -> int:
+        """Bytes of the output and LSE that the call will produce: bf16 and fp32, as every kernel here writes."""
+        rows, heads, width = self.tensors["q"].shape
+        return int(rows * heads * (2 * latent_elements(record_layout(self.call.record), int(width)) + 4))
 
 
 def describe(call: Any, profile: str | None, parallel: Parallel, layer: int | None = None) -> Described:

@@ -183,13 +183,20 @@ class Output:
     # ---- long work and questions
 
     @contextmanager
-    def progress(self, title: str, total: int | None, unit: str) -> Iterator[Task]:
-        """A bar with a count and a rate on a terminal's stderr, whatever stdout holds; plain lines for people without a terminal."""
-        from mlactl.ui.progress import bar, lines
+    def progress(self, title: str, total: int | None, unit: str, *, steady: bool = False) -> Iterator[Task]:
+        """A bar with a count and a rate on a terminal's stderr, whatever stdout holds; plain lines for people without a terminal.
+
+        `steady`: for work whose single steps may take long, lines with what is being done also between two counts, and
+        after a second in the other modes too. It takes a thread, so not for work that forks.
+        """
+        from mlactl.ui.progress import FIRST_LINE_S, bar, lines, steady_lines
 
         title = safe(title)
         if self.stderr.isatty() and self.mode is not Mode.QUIET:
             with bar(self._console(self.stderr), title, total, unit) as task:
+                yield task
+        elif steady:
+            with steady_lines(self.stderr, title, total, unit, first_after_s=0.0 if self.mode is Mode.HUMAN else FIRST_LINE_S) as task:
                 yield task
         elif self.mode is not Mode.HUMAN:
             yield Task(lambda _: None, lambda _: None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 LINE_INTERVAL_S = 5.0
+FIRST_LINE_S = 1.0
+"""When work that another program waits for says that it goes on: nothing takes longer in silence."""
 
 
 @contextmanager
@@ -75,3 +78,47 @@ def _count(done: int, total: int | None) -> str:
 
 def _rate(done: float, started: float, unit: str) -> str:
     return f"{done / max(time.monotonic() - started, 1e-9):.1f} {unit}/s"
+
+
+@contextmanager
+def steady_lines(stream: TextIO, title: str, total: int | None, unit: str, *, first_after_s: float) -> Iterator[Task]:
+    """As `lines` for work whose single steps may take long: a line now and then with the count and what is being done, even between two
+    counts. The first line comes after `first_after_s`, so that short work for a program stays silent.
+
+    A thread writes them: not for work that forks this process.
+    """
+    done, current, spoke = 0, "", False
+    stop = threading.Event()
+
+    def write() -> None:
+        stream.write(f"{title}: {_count(done, total)} {unit}{f', {current}' if current else ''}\n")
+        stream.flush()
+
+    def speak() -> None:
+        nonlocal spoke
+        wait = first_after_s
+        while not stop.wait(wait):
+            spoke, wait = True, LINE_INTERVAL_S
+            write()
+
+    def advance(steps: int) -> None:
+        nonlocal done
+        done += steps
+
+    def describe(text: str) -> None:
+        nonlocal current
+        current = safe(text)
+
+    if not first_after_s:
+        spoke, first_after_s = True, LINE_INTERVAL_S
+        write()
+    speaker = threading.Thread(target=speak, name="progress", daemon=True)
+    speaker.start()
+    try:
+        yield Task(advance, describe)
+    finally:
+        stop.set()
+        speaker.join()
+    current = ""
+    if spoke:
+        write()

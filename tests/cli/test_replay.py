@@ -1,11 +1,19 @@
 """`mlactl replay` as a person runs it."""
 
+import contextlib
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import torch
+from safetensors.torch import save_file
+
+from mlactl.errors import CannotRun
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "captures"
 NAMES = sorted(path.name.removesuffix(".in.safetensors") for path in EXAMPLES.glob("*.in.safetensors"))
@@ -106,6 +114,149 @@ def test_nothing_to_compare_is_exit_2(inside, tmp_path):
     assert "no GPU is here to run the kernel" in done.stdout
 
 
+def test_a_launch_that_never_came_back_is_named_in_every_mode(inside, tmp_path):
+    """Beside captures that match it was exit 0 and "all that was compared agrees", without a word."""
+    folder = example(tmp_path, "dense-right", "sparse-lse-base")
+    for path in folder.glob("sparse-lse-base.*"):
+        path.rename(folder / path.name.replace("sparse-lse-base", "crashed"))
+    (folder / "crashed.out.safetensors").unlink()
+    done = {mode: inside("replay", folder, "--no-kernel", "--output", mode) for mode in ("human", "json", "jsonl", "quiet")}
+    words = "no output was captured: the launch did not come back, or recording stopped first, and the kernel was not asked for"
+    warning = f"warning: crashed was not compared: nothing to compare with the reference: {words}"
+    assert {mode: (result.code, warning in result.stderr) for mode, result in done.items()} == dict.fromkeys(done, (0, True))
+    assert done["quiet"].lines == ["crashed"]
+    assert done["human"].lines[0].startswith("OK: 2 captures: 1 match, 1 nothing compared (exit 0")
+
+
+def test_captures_of_one_name_in_two_folders_are_told_apart(inside, tmp_path):
+    """The second one's saved results replaced the first one's, and no report said which was which."""
+    for place in "ab":
+        example(tmp_path / place if (tmp_path / place).mkdir() is None else None, "dense-right")
+    folders = [tmp_path / place / "captures" for place in "ab"]
+    done = inside("replay", *folders, "--save", tmp_path / "saved", "--junit", tmp_path / "report.xml", "--json")
+    expected = ["a/captures/dense-right", "b/captures/dense-right"]
+    assert done.code == 0
+    assert [call["name"] for call in done.json["calls"]] == expected
+    found = sorted(str(path.relative_to(tmp_path / "saved")) for path in (tmp_path / "saved").rglob("*.safetensors"))
+    assert found == [f"{name}.results.safetensors" for name in expected]
+    suite = ElementTree.parse(tmp_path / "report.xml").getroot()[0]
+    assert list(dict.fromkeys(case.attrib["classname"] for case in suite)) == expected
+
+
+def test_names_and_metadata_cannot_forge_lines_of_the_report(inside, tmp_path):
+    """A line break in a name was two names to the next program, one in metadata a line of the report."""
+    folder = example(tmp_path, "dense-visible-length")
+    evil = "a\nOK: 1 capture\x1b[2J b'c\udcff"
+    for path in folder.iterdir():
+        path.rename(folder / path.name.replace("dense-visible-length", evil))
+    spelled = "a\\nOK: 1 capture\\x1b[2J b'c\\udcff"
+    done = inside("replay", folder, "--junit", tmp_path / "report.xml")
+    assert done.code == 1
+    assert [line for line in done.lines if line.startswith("OK")] == []
+    assert f"{spelled}: MISMATCH" in done.lines
+    command = next(line for line in done.lines if line.startswith("reproduce: "))
+    quoted = command.removeprefix("reproduce: mlactl replay ").split(" --rows")[0]
+    printed = subprocess.run(["bash", "-c", f"printf %s {quoted}"], capture_output=True, check=True).stdout
+    assert printed == os.fsencode(folder / evil)
+    assert ElementTree.parse(tmp_path / "report.xml").getroot()[0][0].attrib["classname"] == spelled
+    assert inside("replay", folder, "-q").stdout == f"{spelled}\n"
+
+
+def test_a_profile_in_metadata_is_one_line(inside, tmp_path):
+    sys.path.insert(0, str(Path(__file__).parents[1] / "replay"))
+    try:
+        from calls import dense, finished
+    finally:
+        sys.path.pop(0)
+    from mlactl.replay import capture as captures
+
+    captures.save(finished(dense(profile="p\nreproduce: rm -rf x")), tmp_path / "captures", "one")
+    done = inside("replay", tmp_path / "captures")
+    assert done.code == 0
+    assert "  profile:        p\\nreproduce: rm -rf x" in done.lines
+
+
+def test_a_failure_that_nobody_foresaw_costs_one_capture(inside, tmp_path, monkeypatch):
+    """It ended the run as an internal error, and the reports of all others were lost."""
+    from mlactl.replay import runner
+
+    real = runner.oracle.reference
+
+    def reference(capture, *arguments, **options):
+        if capture.name == "sparse-lse-base":
+            raise RuntimeError("out of\nmemory")
+        return real(capture, *arguments, **options)
+
+    monkeypatch.setattr(runner.oracle, "reference", reference)
+    done = inside("replay", example(tmp_path, "dense-right", "sparse-lse-base"), "--json")
+    assert done.code == 2
+    assert {call["name"]: (call["status"], call["message"]) for call in done.json["calls"]} == {
+        "dense-right": ("match", None),
+        "sparse-lse-base": ("error", "internal error: RuntimeError: out of memory"),
+    }
+
+
+def test_results_that_cannot_be_saved_are_said_after_the_report(inside, tmp_path, monkeypatch):
+    from mlactl.replay import storage
+
+    def full(data, target, *, force):
+        raise CannotRun(f"{target}: no space left on device")
+
+    monkeypatch.setattr(storage, "replace_file", full)
+    done = inside("replay", EXAMPLES / "dense-right", "--save", tmp_path / "saved")
+    assert done.code == 2
+    assert done.lines[0].startswith("OK: 1 capture: 1 match")
+    assert "error: results were not saved: " in done.stderr
+    assert "no space left on device" in done.stderr
+
+
+def test_a_junit_file_that_fails_late_comes_after_the_report(inside, tmp_path, monkeypatch):
+    from mlactl.cli import replay
+
+    monkeypatch.setattr(replay, "require_writable", lambda target: None)
+    done = inside("replay", EXAMPLES / "dense-right", "--junit", tmp_path / "absent" / "x.xml")
+    assert done.code == 2
+    assert done.lines[0].startswith("OK: 1 capture: 1 match")
+    assert "absent/x.xml: no such file or directory" in done.stderr
+
+
+def test_what_is_being_tried_is_said_with_a_count(inside, monkeypatch):
+    """A minute of --bisect was silent between 0/1 and 1/1."""
+    from mlactl.ui import output
+
+    said = []
+    real = output.Output.progress
+
+    @contextlib.contextmanager
+    def progress(self, title, total, unit, **options):
+        with real(self, title, total, unit, **options) as task:
+            yield output.Task(task.advance, lambda text: said.append(f"{title}: {text}"))
+
+    monkeypatch.setattr(output.Output, "progress", progress)
+    assert inside("replay", EXAMPLES / "dense-split-dropped", "--bisect", "-q").code == 1
+    named = ["reference fp32", "kernel", "comparing", "where the errors are"]
+    names = ["lse base", "scale dropped", "visible length", "window length", "dropped split", "altered record"]
+    tried = [f"trying explanation {number} of 6, {name}" for number, name in enumerate(names, 1)]
+    expected = ["dense-split-dropped", *(f"dense-split-dropped: {text}" for text in (*named, *tried)), "dense-split-dropped"]
+    assert said == [f"replaying: {text}" for text in expected]
+
+
+def test_an_import_names_what_it_refuses_and_the_next_step(inside, tmp_path):
+    dump = tmp_path / "dumps" / "call"
+    dump.mkdir(parents=True)
+    (dump / "metadata.jsonl").write_text('{"function_name": "BatchMLAPagedAttentionWrapper.run", "input_metadata": []}\n')
+    save_file({"arg_0": torch.zeros(1)}, dump / "inputs.safetensors")
+    done = inside("replay", tmp_path / "dumps", "--import-flashinfer", tmp_path / "captures")
+    assert done.code == 2
+    assert "warning: call was not imported: " in done.stderr
+    assert "input_metadata of metadata.jsonl is a list, expected an object" in done.stderr
+    assert "hint: FLASHINFER_LOGLEVEL=10 FLASHINFER_DUMP_SAFETENSORS=1 dumps the call again" in done.stderr
+    assert "an empty name was given, expected a folder of FlashInfer dumps" in inside("replay", "", "--import-flashinfer", tmp_path / "x").stderr
+    shown = " ".join(inside("replay", "--help").stdout.replace("│", " ").split())
+    assert "BatchMLAPagedAttentionWrapper.run" in shown
+    assert "trtllm_batch_decode_with_kv_cache_mla" in shown
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -116,19 +267,50 @@ def test_nothing_to_compare_is_exit_2(inside, tmp_path):
         (("replay", EXAMPLES, "--rows", "3-1"), "--rows 3-1 is no list of indices"),
         (("replay", EXAMPLES, "--plot", "x.pdf"), "expected a name that ends in .png"),
         (("replay", EXAMPLES, "--atol", "-1"), "no tolerance"),
+        (("replay", EXAMPLES, "--atol", "nan"), "--atol nan is no tolerance"),
+        (("replay", EXAMPLES, "--row-tol", "-1"), "--row-tol -1 is no tolerance"),
         (("replay", EXAMPLES, "--device", "tpu"), "--device tpu is not one of auto, cpu, cuda"),
+        (("replay", EXAMPLES, "--rows", "²"), "--rows ² is no list of indices"),
+        (("replay", EXAMPLES, "--rows", "0-999999999999"), "--rows 0-999999999999: an index is at most 2,147,483,647"),
+        (("replay", EXAMPLES, "--heads", "0-2000000000"), "--heads 0-2000000000: 1,048,576 indices at most can be asked for"),
+        (("replay", EXAMPLES, "--rows", "9" * 5000), "an index is at most"),
+        (("replay", EXAMPLES, "--repeats", "0"), "--repeats 0: at least 1 is needed"),
+        (("replay", EXAMPLES, "--repeats", "-1"), "--repeats -1: at least 1 is needed"),
+        (("replay", EXAMPLES, "--smallest", "x"), "--smallest is where --bisect writes"),
+        (("replay", ""), "an empty name was given, expected a capture or a folder of them"),
+        (("replay", EXAMPLES, "--junit", "/nowhere/x.xml"), "/nowhere: no such file or directory"),
+        (("replay", EXAMPLES, "--junit", EXAMPLES), "is a folder, expected a file to write"),
+        (("replay", EXAMPLES, "--junit", "/dev/full"), "/dev/full: is a device, expected a file to write"),
+        (("replay", EXAMPLES, "--save", "/proc/nope"), "no file can be written there"),
+        (("replay", EXAMPLES, "--save", EXAMPLES / "dense-right.in.safetensors"), "dense-right.in.safetensors: file exists"),
+        (("replay", EXAMPLES, "--bisect", "--smallest", "/proc/nope"), "no file can be written there"),
+        (("replay", EXAMPLES, "--import-flashinfer", "/proc/nope"), "no file can be written there"),
     ],
 )
-def test_usage_errors_are_exit_2(inside, arguments, message):
+def test_usage_errors_are_exit_2_before_any_work(inside, arguments, message):
+    """Several were an error of every capture, an internal error, or the loss of a report that was already computed."""
     done = inside(*arguments)
     assert done.code == 2
-    assert message in (done.stderr + done.stdout).replace("Missing", "missing")
+    assert message in done.stderr.replace("Missing", "missing")
+    assert "\nhint: " in done.stderr
+    assert done.stdout == ""
+    assert "replaying" not in done.stderr
+
+
+def test_a_gpu_that_is_not_there_is_exit_3(inside, monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    done = inside("replay", EXAMPLES, "--device", "cuda")
+    assert (done.code, done.stdout) == (3, "")
+    assert "no CUDA device was found for --device cuda" in done.stderr
 
 
 def test_a_row_that_is_not_there(inside):
     done = inside("replay", EXAMPLES / "dense-right", "--rows", "8")
     assert done.code == 2
     assert "row 8 was asked for, the capture has rows 0 to 7" in done.stdout
+    assert "hint: --rows 0-7" in done.stderr
 
 
 def test_fail_fast_says_what_was_not_run(inside):
@@ -153,10 +335,15 @@ def test_saved_results_can_be_compared(inside, tmp_path):
         assert sorted(file.keys()) == ["captured.lse", "captured.output", "reference.lse", "reference.output"]
 
 
-def test_a_picture(inside, tmp_path):
+def test_a_picture(inside, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
+    from mlactl.replay import runner
+
+    real, computed = runner.oracle.reference, []
+    monkeypatch.setattr(runner.oracle, "reference", lambda capture, *a, **o: (computed.append(capture.name), real(capture, *a, **o))[1])
     done = inside("replay", EXAMPLES, "--plot", tmp_path / "error.png")
     assert done.code == 1
+    assert sorted(computed) == NAMES  # what is drawn is not computed again
     assert (tmp_path / "error.png").read_bytes().startswith(b"\x89PNG")
     assert "drew dense-split-dropped" in done.stderr
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+import threading
 from dataclasses import dataclass
 
 import pytest
@@ -194,6 +195,49 @@ def test_progress_is_silent_in_a_log_unless_for_people(mode):
         task.advance()
         task.describe("x")
     assert (it.stdout, it.stderr) == ("", "")
+
+
+class Heard(io.StringIO):
+    """A stream that says when it was written to."""
+
+    def __init__(self):
+        super().__init__()
+        self.written = threading.Event()
+
+    def write(self, text):
+        done = super().write(text)
+        if text.endswith("\n"):
+            self.written.set()
+        return done
+
+
+@pytest.mark.parametrize("mode", [Mode.JSON, Mode.JSONL, Mode.QUIET, Mode.HUMAN])
+def test_steady_progress_speaks_during_a_single_step_in_every_mode(mode, monkeypatch):
+    """Work of one long step said nothing between 0/1 and 1/1, and nothing at all beside JSON."""
+    monkeypatch.setattr(progress, "FIRST_LINE_S", 0.01)
+    monkeypatch.setattr(progress, "LINE_INTERVAL_S", 0.01)
+    stream = Heard()
+    with Output(mode, stdout=io.StringIO(), stderr=stream).progress("replaying", 1, "captures", steady=True) as task:
+        for text in ("reference", EVIL):
+            task.describe(text)
+            for _ in range(2):  # the line that may have been under way when the text changed, and the next one
+                stream.written.clear()
+                assert stream.written.wait(60)
+        task.advance()
+    lines = stream.getvalue().splitlines()
+    assert "replaying: 0/1 captures, reference" in lines
+    assert f"replaying: 0/1 captures, {SAFE}" in lines
+    assert lines[-1] == "replaying: 1/1 captures"
+    assert (lines[0] == "replaying: 0/1 captures") == (mode is Mode.HUMAN)
+
+
+def test_steady_progress_of_short_work_is_silent_beside_data(monkeypatch):
+    monkeypatch.setattr(progress, "FIRST_LINE_S", 3600)
+    it = streams(Mode.JSON)
+    with it.out.progress("replaying", 1, "captures", steady=True) as task:
+        task.describe("x")
+        task.advance()
+    assert it.stderr == ""
 
 
 class Terminal(io.StringIO):

@@ -11,15 +11,16 @@ import msgspec
 import pytest
 import torch
 from calls import dense, finished
+from safetensors.torch import load_file
 
 from mlactl.replay import capture as captures
 from mlactl.replay import oracle
-from mlactl.replay.dcp.groups import find_groups, group_reports
+from mlactl.replay.dcp.groups import find_groups, group_reports, unmerged
 from mlactl.replay.dcp.merge import merge_results
 from mlactl.replay.dcp.unsharded import global_lengths, held, length_faults, unsharded
 from mlactl.replay.errors import BadCapture
 from mlactl.replay.header import Parallel
-from mlactl.replay.runner import ReplayOptions
+from mlactl.replay.runner import ReplayOptions, replay
 
 CPU = ReplayOptions(device="cpu")
 
@@ -162,26 +163,126 @@ def test_lengths_that_are_no_sharding_are_refused():
         unsharded([made[0], replace(made[1], tensors=tensors)])
 
 
-def test_incomplete_groups_and_repeated_ranks(tmp_path):
+def test_an_incomplete_group_is_named(tmp_path):
+    """The merge of a group with a rank missing was left out without a word, and the run was exit 0."""
+    made, _ = shards((10,), 3)
+    (report,) = group_reports(saved(tmp_path, made[1:2]), CPU)
+    assert (report.name, report.status) == ("DCP group of rank1", "nothing compared")
+    assert report.message == "the merge was not judged: ranks 0, 2 of 3 are missing"
+    assert report.hint.endswith("mlactl replay RANK0 RANK1 …")
+
+
+def test_a_group_whose_rank_has_no_output_is_named(tmp_path):
     made, _ = shards((10,), 2)
-    assert find_groups(saved(tmp_path / "half", made[:1])) == ()
-    both = saved(tmp_path / "twice", [*made, replace(made[0], name="rank0-again")])
-    with pytest.raises(BadCapture, match="both DCP rank 0"):
-        find_groups(both)
+    paths = saved(tmp_path, [made[0], made[1].with_result(made[1].output, None)])
+    (report,) = group_reports(paths, CPU)
+    assert report.message == "the merge was not judged: rank 1 of 2 captured no output with its LSE"
+    assert [len(found) for found in (find_groups(paths).complete, find_groups(paths, with_results=False).complete)] == [0, 1]
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_real_ranks_over_gloo(tmp_path, world):
-    """All-gather of queries whose heads the world does not divide, a shard that is empty, and the merge over processes."""
-    made, _ = shards((1, 33), world, rows=2, heads=5)
-    saved(tmp_path / "captures", made)
+def test_a_call_that_was_recorded_twice_is_two_groups(tmp_path):
+    """Two captures of one rank were an error, and no group was merged at all."""
+    made, _ = shards((20, 5), 2)
+    wrong = [replace(item, name=f"later-{item.name}") for item in made]
+    wrong[1] = wrong[1].with_result(wrong[1].output * 3, wrong[1].lse)
+    paths = saved(tmp_path / "b", [*made, *wrong])
+    found = {report.name: report.status for report in group_reports(paths, CPU)}
+    assert found == {"DCP group of later-rank0": "mismatch", "DCP group of rank0": "match"}
+    shorter = group_reports(captures.find([tmp_path / "b" / "later-rank0", tmp_path / "b" / "rank0", tmp_path / "b" / "rank1"]), CPU)
+    assert [(report.name, report.status, report.message) for report in shorter] == [
+        ("DCP group of later-rank0", "match", None),
+        ("DCP group of rank0", "nothing compared", "the merge was not judged: rank 1 of 2 is missing"),
+    ]
+
+
+def test_rows_and_heads_restrict_the_merge_too(tmp_path):
+    """With --rows or --heads the merge was skipped without a word."""
+    made, _ = shards((20, 45), 2, rows=3)
+    output = made[1].output.clone()
+    output[4] *= 2
+    paths = saved(tmp_path, [made[0], made[1].with_result(output, made[1].lse)])
+    right, wrong = (group_reports(paths, replace(CPU, rows=rows, heads=(1,), bisect=True))[0] for rows in ((0, 5), (2, 4)))
+    assert (right.status, right.pairs[0].comparisons[0].shape) == ("match", (2, 1, 512))
+    assert wrong.status == "mismatch"
+    place = dict(wrong.pairs[0].comparisons[0].worst.coordinates)
+    assert (place["request"], place["row"], place["head"]) == (1, 4, 1)
+    assert wrong.inferred[0].note.startswith("rank 1")
+    (outside,) = group_reports(paths, replace(CPU, rows=(6,)))
+    assert (outside.status, outside.message, outside.hint) == ("error", "row 6 was asked for, the capture has rows 0 to 5", "--rows 0-5")
+
+
+def test_the_merged_result_is_saved(tmp_path):
+    made, _ = shards((20, 45), 2)
+    (report,) = group_reports(saved(tmp_path / "captures", made), replace(CPU, save=tmp_path / "saved"))
+    assert report.notes == ()
+    found = load_file(tmp_path / "saved" / "DCP-group-of-rank0.results.safetensors")
+    assert sorted(found) == ["merged.lse", "merged.output", "reference.lse", "reference.output"]
+    merged = merge_results([item.output for item in made], [item.lse for item in made], ["natural"] * 2)
+    assert torch.equal(found["merged.output"], merged[0])
+    assert torch.equal(found["merged.lse"], merged[1])
+
+
+def test_an_explanation_of_lengths_is_computed(tmp_path):
+    """Rank-local lengths were called the reason of any mismatch, with an error of 0 that nobody computed."""
+    made, _ = shards((10,), 2, rows=3, wrong_rows={1: [3, 4, 5]})
+    (report,) = group_reports(saved(tmp_path / "a", made), replace(CPU, bisect=True))
+    assert report.bisection.hypotheses[0].reproduces
+    assert 0 < report.bisection.hypotheses[0].factor <= 1
+    other = [made[0].with_result(made[0].output * 2, made[0].lse), made[1]]
+    (report,) = group_reports(saved(tmp_path / "b", other), replace(CPU, bisect=True))
+    lengths = next(item for item in report.bisection.hypotheses if item.name == "visible length")
+    assert (lengths.reproduces, lengths.factor > 10) == (False, True)
+    assert report.bisection.verdict == "none of 4 explanations makes the merge right"
+
+
+def test_a_run_that_stopped_early_says_that_nothing_was_merged(tmp_path):
+    made, _ = shards((20, 5), 2)
+    made[0] = made[0].with_result(made[0].output * 3, made[0].lse)
+    found = replay(saved(tmp_path / "group", made), replace(CPU, kernel=False), fail_fast=True)
+    assert (found.exit_code, found.skipped) == (1, 1)
+    assert [(call.name, call.status) for call in found.calls] == [("rank0", "mismatch"), ("DCP groups", "nothing compared")]
+    assert found.calls[1].message == "the merge was not judged: --fail-fast stopped the run before"
+    captures.save(finished(dense()), tmp_path / "single", "one")
+    assert unmerged(captures.find([tmp_path / "single"])) == ()
+
+
+def over_ranks(world, *arguments):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world), "-m", "mlactl.replay.dcp"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*command, str(tmp_path / "captures"), "--device", "cpu", "--json"], capture_output=True, text=True, env=env, timeout=300)
-    assert done.returncode == 0, done.stderr
-    (call,) = json.loads(done.stdout)["calls"]
-    assert call["pairs"][0]["left"] == f"{world} ranks, gloo"
-    assert [output["status"] for output in call["pairs"][0]["outputs"]] == ["match", "match"]
+    return subprocess.run([*command, *map(str, arguments)], capture_output=True, text=True, env=env, timeout=300)
+
+
+def test_real_ranks_over_gloo(tmp_path):
+    """All-gather of queries whose heads the world does not divide, a shard that is empty, and the merge over processes.
+
+    The ranks judge what was captured: a rank that wrote its LSE in another base was not noticed, because each attended
+    with the reference. Where nothing was captured they still do, and say so.
+    """
+    made, _ = shards((1, 33), 3, rows=2, heads=5)
+    again, _ = shards((40, 61), 3, seed=1)
+    blind, _ = shards((9, 8), 3, seed=2)
+    again[2] = again[2].with_result(again[2].output, again[2].lse / math.log(2))
+    blind[1] = blind[1].with_result(None, None)
+    for folder, group in (("right", made), ("base", again), ("blind", blind)):
+        saved(tmp_path / "captures" / folder, group)
+    done = over_ranks(3, tmp_path / "captures", "--device", "cpu", "--json")
+    assert done.returncode == 1, done.stderr
+    calls = {call["name"]: call for call in json.loads(done.stdout)["calls"]}
+    assert {name: call["status"] for name, call in calls.items()} == {
+        "DCP group of base/rank0": "mismatch",
+        "DCP group of blind/rank0": "match",
+        "DCP group of right/rank0": "match",
+    }
+    right = calls["DCP group of right/rank0"]
+    assert right["pairs"][0]["left"] == "3 ranks, gloo"
+    assert [output["status"] for output in right["pairs"][0]["outputs"]] == ["match", "match"]
+    assert right["provenance"]["partials"] == "rank 0: captured output; rank 1: captured output; rank 2: captured output"
+    assert right["notes"] == []
+    assert calls["DCP group of base/rank0"]["inferred_clusters"][0]["axis"] == "rank"
+    assert calls["DCP group of blind/rank0"]["provenance"]["partials"] == "rank 0: captured output; rank 1: reference; rank 2: captured output"
+    assert calls["DCP group of blind/rank0"]["notes"] == [
+        "rank 1 captured no result with its LSE and could not run the kernel: the reference stood in, nothing of it was judged"
+    ]
 
 
 def test_ranks_that_do_not_fit_the_group(tmp_path):

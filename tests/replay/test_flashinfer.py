@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from calls import dense, finished
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from mlactl.errors import CannotRun
 from mlactl.replay import capture as captures
@@ -169,20 +169,99 @@ REFUSALS = [
 ]
 
 
+def edited(root, place, edit):
+    """The dump's last metadata line changed: what another version of the tool, or a crash, may leave."""
+    path = next(root.glob(f"*_0000{place:02d}_*")) / "metadata.jsonl"
+    record = json.loads(path.read_text().splitlines()[-1])
+    edit(record)
+    path.write_text(json.dumps(record) + "\n")
+
+
+def planned(**changed):
+    """The wrapper's dumps with tensors of its plan replaced: qo_indptr 1, kv_indptr 2, kv_indices 3, kv_len_arr 4."""
+
+    def make(root, made):
+        wrapper_dumps(root, made)
+        path = next(root.glob("*.plan_*")) / "inputs.safetensors"
+        save_file({**load_file(path), **changed}, path)
+
+    return make
+
+
+def ints(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def with_metadata(place, edit):
+    def make(root, made):
+        wrapper_dumps(root, made)
+        edited(root, place, edit)
+
+    return make
+
+
+REFUSALS += [
+    (planned(arg_2=ints(0, 4, 2)), "kv_indptr falls from 4 to 2 at index 2"),
+    (planned(arg_2=ints(0, 2, 99)), "kv_indptr ends at 99, kv_indices holds 5 pages"),
+    (planned(arg_2=ints(0, 2)), "kv_indptr has 2 entries for 2 requests, expected 3"),
+    (planned(arg_2=ints(-1, 2, 5)), "kv_indptr holds -1 to 5, expected 0 to 2147483647"),
+    (planned(arg_4=ints()), "kv_len_arr is empty"),
+    (planned(arg_4=torch.tensor([20.0, 45.0])), "kv_len_arr is torch.float32 [2], expected a vector of whole numbers"),
+    (planned(arg_1=ints(0, 4)), "2 requests, 2 boundaries (expected 3)"),
+    (with_metadata(1, lambda record: record["input_metadata"].update(arg_10="0.07")), "sm_scale is str, expected one number"),
+    (with_metadata(2, lambda record: record.update(input_metadata=[1])), "input_metadata of metadata.jsonl is a list, expected an object"),
+    (with_metadata(2, lambda record: record.update(versions="1")), "versions of metadata.jsonl is a str, expected an object"),
+    (
+        lambda root, made: decode_dump(root, finished(dense(record="fp8", kv_scale=0.25)), bmm2_scale=0.0),
+        "bmm2_scale is 0.0, expected a number above 0",
+    ),
+    (lambda root, made: decode_dump(root, made, query={"type": "list"}), "its arguments do not fit the call: AttributeError"),
+]
+
+
 @pytest.mark.parametrize(("make", "message"), REFUSALS)
 def test_what_does_not_hold_enough_is_refused_naming_it(tmp_path, make, message):
     make(tmp_path / "dumps", finished(dense()))
     found = import_dumps(tmp_path / "dumps", tmp_path / "captures")
     assert found.written == ()
-    assert message in found.refused[0][1]
+    assert message in found.refused[0].why
 
 
 def test_a_folder_without_dumps(tmp_path):
     with pytest.raises(CannotRun, match=r"no metadata\.jsonl"):
         import_dumps(tmp_path, tmp_path / "captures")
+    with pytest.raises(CannotRun, match="absent does not exist, expected a folder of FlashInfer dumps"):
+        import_dumps(tmp_path / "absent", tmp_path / "captures")
 
 
 def test_parameter_names_of_nested_annotations():
     assert parameter_names(RUN)[:6] == ["self", "q_nope", "q_pe", "ckv_cache", "kpe_cache", "out"]
     assert parameter_names("(a: Dict[str, Tuple[int, int]] = {'x': (1, 2)}, *, b: int = 3) -> None") == ["a", "b"]
     assert parameter_names("()") == []
+
+
+def test_a_dump_that_does_not_fit_ends_nothing_but_itself(tmp_path):
+    """Arguments that were no tensors raised out of the import, and the dumps after them were not read."""
+    planned(arg_2=ints(0, 4, 2))(tmp_path / "dumps" / "a", finished(dense()))
+    wrapper_dumps(tmp_path / "dumps" / "b", finished(dense(seed=1)))
+    seen = []
+    found = import_dumps(tmp_path / "dumps", tmp_path / "captures", on_dump=seen.append)
+    assert (len(found.written), len(found.refused), len(seen)) == (1, 1, 4)
+    assert found.refused[0].hint == "FLASHINFER_LOGLEVEL=10 FLASHINFER_DUMP_SAFETENSORS=1 dumps the call again"
+
+
+def test_a_second_import_takes_what_is_there(tmp_path):
+    """It stopped at the first capture that existed already."""
+    wrapper_dumps(tmp_path / "dumps", finished(dense()))
+    first, second = (import_dumps(tmp_path / "dumps", tmp_path / "captures") for _ in range(2))
+    assert (first.written, first.unchanged) == (second.written, 0)
+    assert (second.unchanged, second.refused) == (1, ())
+    wrapper_dumps(tmp_path / "other", finished(dense(seed=1)))
+    third = import_dumps(tmp_path / "other", tmp_path / "captures")
+    assert (third.written, third.refused[0].why) == ((), f"{first.written[0]} exists already and holds something else")
+
+
+def test_the_hint_of_a_refusal_is_kept(tmp_path):
+    wrapper_dumps(tmp_path / "dumps", finished(dense()), plan=False)
+    (refused,) = import_dumps(tmp_path / "dumps", tmp_path / "captures").refused
+    assert refused.hint == "include BatchMLAPagedAttentionWrapper.plan"

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -145,6 +146,88 @@ def test_recording_stops_before_the_limit_of_bytes(tmp_path):
     assert found.count == 1
 
 
+def test_the_limit_of_bytes_counts_outputs_before_they_are_there(tmp_path):
+    """Inputs under the limit were written, and the outputs after them passed it."""
+    binding = Binding()
+    with mlactl.capture(tmp_path / "free"):
+        binding.run()
+    inputs = (tmp_path / "free" / "000000-verify.in.safetensors").stat().st_size
+    whole = sum(path.stat().st_size for path in (tmp_path / "free").glob("*.safetensors"))
+    with mlactl.capture(tmp_path / "tight", max_bytes=inputs + 16_000), pytest.warns(RuntimeWarning, match="would be passed"):
+        binding.run()
+    assert names(tmp_path / "tight") == []
+    with mlactl.capture(tmp_path / "roomy", max_bytes=whole + recorder.HEADERS_BYTES) as found:
+        binding.run()
+    assert found.written_bytes == whole
+
+
+# ---- recording never stops or changes a launch
+
+
+def test_a_kind_of_call_that_captures_do_not_know_is_told_once(tmp_path):
+    """It raised inside the launch."""
+    unknown = SimpleNamespace(tensors=SimpleNamespace())
+    with mlactl.capture(tmp_path) as found:
+        with pytest.warns(RuntimeWarning, match="calls of SimpleNamespace are not recorded yet") as told:
+            assert [found.before(unknown) for _ in range(3)] == [None] * 3
+        assert len(told) == 1
+        Binding().run()
+    assert found.count == 1
+
+
+@pytest.mark.parametrize("broken", ["describe", "inputs_header", "outputs_header"])
+def test_whatever_breaks_in_the_recorder_is_one_warning(tmp_path, monkeypatch, broken):
+    def fault(*arguments):
+        raise ZeroDivisionError("integer modulo by zero")
+
+    monkeypatch.setattr(recorder, broken, fault)
+    binding = Binding()
+    with mlactl.capture(tmp_path) as found, pytest.warns(RuntimeWarning, match="stopped: ZeroDivisionError: integer modulo by zero") as told:
+        outputs = [binding.run()[0] for _ in range(2)]
+    assert len(told) == 1
+    assert all(torch.equal(output, binding.small.output) for output in outputs)
+    assert found.failed == "ZeroDivisionError: integer modulo by zero"
+
+
+def test_a_warning_that_is_an_error_is_logged_instead(tmp_path, monkeypatch, caplog):
+    """Under -W error the warning itself stopped the launch."""
+    monkeypatch.setattr(recorder, "describe", lambda *arguments: 1 / 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with mlactl.capture(tmp_path):
+            Binding().run()
+    assert [record.message for record in caplog.records] == [f"recording into {tmp_path} stopped: ZeroDivisionError: division by zero"]
+
+
+@pytest.mark.parametrize("folder", ["/proc/nope", "/dev/null/x", "a\0b"])
+def test_a_folder_that_cannot_be_made_stops_recording_and_nothing_else(folder):
+    """Opening the runtime of a serving process raised FileNotFoundError."""
+    with pytest.warns(RuntimeWarning, match="recording into .* stopped: "):
+        found = recorder.from_environment({"MLACTL_CAPTURE_DIR": folder})
+    binding = Binding()
+    previous = runtime.record_with(found)
+    try:
+        output, _ = binding.run()
+    finally:
+        runtime.record_with(previous)
+    assert torch.equal(output, binding.small.output)
+    assert found.count == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"layers": 0}, "captures over 0 layers: at least 1 is needed"),
+        ({"max_count": -1}, "a limit of -1 captures"),
+        ({"parallel": Parallel(dcp_rank=9, dcp_world=2)}, "captures of DCP rank 9 of 2, expected a rank"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_where_it_is_asked_for(tmp_path, options, words):
+    """Layers of 0 were a ZeroDivisionError inside the launch."""
+    with pytest.raises(UsageError, match=words), mlactl.capture(tmp_path, **options):
+        pass
+
+
 @pytest.mark.parametrize(
     ("include", "exclude", "count"),
     [((), (), 1), (("*:verify",), (), 1), (("*:decode",), (), 0), (("attention.dense_mla.*",), ("*:verify",), 0), ((), ("attention.mla.*",), 1)],
@@ -155,15 +238,20 @@ def test_filters(tmp_path, include, exclude, count):
     assert found.count == count
 
 
-def test_graph_capture_is_refused_and_replays_are_snapshots(tmp_path, monkeypatch):
-    """Recording inside a CUDA-graph capture stored whatever the buffers held before the first replay."""
+def test_graph_capture_is_not_recorded_and_replays_are_snapshots(tmp_path, monkeypatch):
+    """Recording inside a CUDA-graph capture stored whatever the buffers held before the first replay; refusing it broke the capture."""
     binding = Binding()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with mlactl.capture(tmp_path) as found, pytest.raises(CaptureRefused, match="CUDA graph is being captured") as refused:
-        binding.run()
-    assert "snapshot" in refused.value.hint
+    with mlactl.capture(tmp_path) as found:
+        with pytest.warns(RuntimeWarning, match="CUDA graph is being captured.* recorder.snapshot") as told:
+            outputs = [binding.run()[0] for _ in range(2)]
+        assert len(told) == 1
+        assert all(torch.equal(output, binding.small.output) for output in outputs)
+        with pytest.raises(CaptureRefused, match="CUDA graph is being captured"):
+            found.snapshot(binding)
     assert names(tmp_path) == []
+    assert found.failed is None
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     binding.run()  # as a replay would: nobody is asked
     found.snapshot(binding)
@@ -220,9 +308,24 @@ def test_the_environment_configures_a_recorder(tmp_path):
     assert found.folder.is_dir()
     assert found.limits == recorder.Limits(7, 1000, ("a*", "b*"))
     assert (found.profile, found.parallel, found.layers) == ("p", Parallel(1, 2, 3, 4, 16), 78)
-    for wrong in ({"MLACTL_CAPTURE_MAX_COUNT": "many"}, {"MLACTL_CAPTURE_PARALLEL": "dcp=3"}):
-        with pytest.raises(UsageError):
-            recorder.from_environment({"MLACTL_CAPTURE_DIR": str(tmp_path), **wrong})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("MAX_COUNT", "many", "MLACTL_CAPTURE_MAX_COUNT=many is not a whole number"),
+        ("MAX_COUNT", "²", "MLACTL_CAPTURE_MAX_COUNT=² is not a whole number"),
+        ("MAX_BYTES", "9" * 5000, "of at most 18 digits"),
+        ("LAYERS", "0", "captures over 0 layers"),
+        ("PARALLEL", "dcp=3", "dcp=3 is not understood"),
+        ("PARALLEL", "dcp=9/2", "captures of DCP rank 9 of 2"),
+        ("PARALLEL", "tp=0/0,interleave=0", "captures of TP rank 0 of 0"),
+        ("PARALLEL", "interleave=0", "captures of interleave 0"),
+    ],
+)
+def test_values_of_the_environment_that_make_no_sense(tmp_path, name, value, words):
+    with pytest.raises(UsageError, match=words):
+        recorder.from_environment({"MLACTL_CAPTURE_DIR": str(tmp_path), f"MLACTL_CAPTURE_{name}": value})
 
 
 def test_opening_the_runtime_records_where_the_environment_says(tmp_path, monkeypatch):

@@ -2,28 +2,33 @@
 
     torchrun --nproc-per-node 4 -m mlactl.replay.dcp FOLDER
 
-gloo on CPUs, NCCL where every rank has a GPU.
+gloo on CPUs, NCCL where every rank has a GPU. A rank's partial result is the kernel's where it can run, else the captured one.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from mlactl.errors import UsageError
+from mlactl.errors import MlactlError, UsageError
+from mlactl.printable import shell_word
 from mlactl.replay import oracle
 from mlactl.replay.capture import Capture, find
-from mlactl.replay.dcp.groups import Group, compare_merged, find_groups
+from mlactl.replay.dcp.groups import Group, compare_merged, find_groups, parts_of
 from mlactl.replay.errors import BadCapture
 from mlactl.replay.kernel import run_kernel
-from mlactl.replay.report import CallReport, Report
+from mlactl.replay.report import ERROR, CallReport, Report
+from mlactl.replay.results import natural_lse
 
 if TYPE_CHECKING:
     import torch
 
     from mlactl.replay.runner import ReplayOptions
+
+KERNEL, CAPTURED, REFERENCE = "kernel", "captured output", "reference"
+"""Where a rank's partial result comes from."""
 
 
 def run_ranks(paths: Sequence[str], options: ReplayOptions) -> Report | None:
@@ -37,14 +42,17 @@ def run_ranks(paths: Sequence[str], options: ReplayOptions) -> Report | None:
     import torch.distributed as dist
 
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    groups = find_groups(find([Path(path) for path in paths]))
+    oracle.device_for(options.device)
+    found = find_groups(find(paths), with_results=False)
+    groups = found.complete
     if not groups:
-        raise UsageError("the captures hold no complete DCP group", hint="name a folder with the captures of every rank of a call")
+        why = f": {found.incomplete[0].name}: {found.incomplete[0].message}" if found.incomplete else ""
+        raise UsageError(f"the captures hold no complete DCP group{why}", hint="name a folder with the captures of every rank of a call")
     worlds = {group.shards[0].call.parallel.dcp_world for group in groups}
     if worlds != {ranks}:
         raise UsageError(
             f"{ranks} ranks were started, the groups have {sorted(worlds)}",
-            hint=f"torchrun --nproc-per-node {min(worlds)} -m mlactl.replay.dcp {paths[0]}",
+            hint=f"torchrun --nproc-per-node {min(worlds)} -m mlactl.replay.dcp {shell_word(paths[0])}",
         )
     local = int(os.environ.get("LOCAL_RANK", "0"))
     on_gpu = options.device != "cpu" and torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -57,7 +65,7 @@ def run_ranks(paths: Sequence[str], options: ReplayOptions) -> Report | None:
     finally:
         dist.destroy_process_group()
     made = tuple(report for report in reports if report is not None)
-    return Report(made, command="dcp") if made else None
+    return Report((*made, *found.incomplete), command="dcp") if made else None
 
 
 def _run_group(group: Group, options: ReplayOptions, device: str) -> CallReport | None:
@@ -66,12 +74,32 @@ def _run_group(group: Group, options: ReplayOptions, device: str) -> CallReport 
 
     rank, world = dist.get_rank(), dist.get_world_size()
     shard = group.shards[rank]
+    options.step(group.name)
     query = _gather_queries(shard, rank, world, device)
     if not torch.equal(query.cpu(), shard.tensors["q"]):
         raise BadCapture(f"rank {rank}: the gathered queries are not the ones its capture holds")
-    output, lse = _attend(shard, options, device)
+    output, lse, source = _attend(shard, options, device)
+    sources: list[str] = [""] * world
+    dist.all_gather_object(sources, source)
     merged, total = _merge(output.to(device), lse.to(device), world)
-    return None if rank else compare_merged(group, merged.cpu(), total.cpu(), options, how=f"{world} ranks, {dist.get_backend()}")
+    if rank:
+        return None
+    parts = parts_of(group) if all(one == CAPTURED for one in sources) else None
+    how = f"{world} ranks, {dist.get_backend()}"
+    try:
+        report = compare_merged(group, merged.cpu(), total.cpu(), options, how=how, parts=parts, partials=sources)
+    except MlactlError as error:
+        return CallReport(group.name, ERROR, (), message=error.message, hint=error.hint)
+    blind = [str(place) for place, one in enumerate(sources) if one == REFERENCE]
+    if not blind:
+        return report
+    if len(blind) == world:
+        note = "no rank captured a result with its LSE or could run the kernel: the reference was merged, and nothing but the merge was judged"
+    else:
+        note = (
+            f"rank {', '.join(blind)} captured no result with its LSE and could not run the kernel: the reference stood in, nothing of it was judged"
+        )
+    return replace(report, notes=(*report.notes, note))
 
 
 def _gather_queries(shard: Capture, rank: int, world: int, device: str) -> torch.Tensor:
@@ -91,16 +119,21 @@ def _gather_queries(shard: Capture, rank: int, world: int, device: str) -> torch
     return torch.cat([part.view(query.dtype) for part in parts], dim=1)[:, : query.shape[1]]
 
 
-def _attend(shard: Capture, options: ReplayOptions, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rank's partial result: the kernel where it can run, else the reference rounded to bf16 as a kernel's output is."""
+def _attend(shard: Capture, options: ReplayOptions, device: str) -> tuple[torch.Tensor, torch.Tensor, str]:
+    """The rank's partial result with natural LSE, and where it comes from.
+
+    The kernel where it can run, else what was captured, else the reference, rounded to bf16 as a kernel's output is.
+    """
     import torch
 
     if options.kernel and device != "cpu":
         found = run_kernel(shard, cache_dir=options.cache_dir, opener=options.opener, repeats=1)
         if found.output is not None and found.lse is not None:
-            return found.output, found.lse
+            return found.output, found.lse, KERNEL
+    if shard.output is not None and shard.lse is not None:
+        return shard.output, natural_lse(shard.lse, shard.call.lse_base).float(), CAPTURED
     output, lse = oracle.reference(shard, options.reference, device="cpu" if device == "cpu" else "cuda")
-    return output.to(torch.bfloat16), lse.float()
+    return output.to(torch.bfloat16), lse.float(), REFERENCE
 
 
 def _merge(output: torch.Tensor, lse: torch.Tensor, world: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,13 +13,16 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlactl.errors import CannotRun
+from mlactl.errors import CannotRun, MlactlError
 from mlactl.kernels import registry
+from mlactl.printable import plain, safe
+from mlactl.regular_files import read_bytes, require_writable_folder, unreadable
 from mlactl.replay import capture as captures
 from mlactl.replay import checks, tensors
 from mlactl.replay.capture import Capture
@@ -30,8 +33,12 @@ from mlactl.replay.records import record_layout
 if TYPE_CHECKING:
     import torch
 
+INT32_MAX = (1 << 31) - 1
 WRAPPER = "BatchMLAPagedAttentionWrapper"
 TRTLLM = "trtllm_batch_decode_with_kv_cache_mla"
+DUMP_AGAIN = "FLASHINFER_LOGLEVEL=10 FLASHINFER_DUMP_SAFETENSORS=1 dumps the call again"
+CALLS_HINT = "mlactl replay --help names the calls that --import-flashinfer takes"
+METADATA_LIMIT_BYTES = 16 << 20
 RECORD_OF = {"bfloat16": "bf16", "float8_e4m3fn": "fp8"}
 
 
@@ -51,27 +58,44 @@ class Dump:
         """An argument the capture cannot do without."""
         value = self.arguments.get(name)
         if value is None:
-            raise BadCapture(f"{self.path}: the dump of {self.function} holds no {name}", hint="dump the call with FLASHINFER_LOGLEVEL=10")
+            raise BadCapture(f"{self.path}: the dump of {self.function} holds no {name}", hint=DUMP_AGAIN)
         return value
 
 
 @dataclass(frozen=True, slots=True)
+class Refusal:
+    """A dump that became no capture, why, and what would make it one."""
+
+    name: str
+    why: str
+    hint: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class Imported:
-    """What became of the dumps: captures written, and (dump, why) of those refused; `ignored` were no MLA decode calls."""
+    """What became of the dumps: captures in the target, `unchanged` of which an earlier run wrote, and the calls that were refused;
+    `ignored` were no MLA decode calls."""
 
     written: tuple[Path, ...]
-    refused: tuple[tuple[str, str], ...]
+    refused: tuple[Refusal, ...]
     ignored: int
+    unchanged: int = 0
 
 
-def import_dumps(source: Path, target: Path) -> Imported:
-    """Turns every MLA decode call under `source` into a capture in `target`; raises CannotRun where there are no dumps at all."""
-    folders = sorted(path.parent for path in source.rglob("metadata.jsonl"))
-    if not folders:
-        raise CannotRun(f"{source} holds no FlashInfer dumps (no metadata.jsonl)", hint="FLASHINFER_LOGLEVEL=10 FLASHINFER_DUMP_SAFETENSORS=1")
+def import_dumps(source: Path, target: Path, *, on_dump: Callable[[str], object] | None = None) -> Imported:
+    """Turns every MLA decode call under `source` into a capture in `target`; one that is there already, byte for byte, counts.
+
+    A dump that cannot be used is refused by name and ends nothing but itself. Raises CannotRun where there are no dumps at
+    all, or the target cannot be written. `on_dump` hears of every dump.
+    """
+    if not os.path.lexists(source):
+        raise CannotRun(f"{plain(source)} does not exist, expected a folder of FlashInfer dumps", hint=DUMP_AGAIN)
+    require_writable_folder(target)
     plans: dict[tuple[object, object], Dump] = {}
-    written, refused, ignored = [], [], 0
-    for folder in folders:
+    written, refused, ignored, unchanged = [], [], 0, 0
+    for folder in _dump_folders(source):
+        if on_dump is not None:
+            on_dump(safe(folder.name))
         try:
             function = str(_last_record(folder).get("function_name"))
             if function not in (TRTLLM, f"{WRAPPER}.run", f"{WRAPPER}.plan"):
@@ -84,10 +108,28 @@ def import_dumps(source: Path, target: Path) -> Imported:
                 continue
             made = from_trtllm(dump) if function == TRTLLM else from_wrapper(dump, plans.get(key))
             checks.check(made, str(folder))
-            written.append(captures.save(made, target))
-        except BadCapture as error:
-            refused.append((folder.name, error.message))
-    return Imported(tuple(written), tuple(refused), ignored)
+            there = captures.inputs_path(target / made.name).exists()
+            written.append(captures.save(made, target, again=True))
+            unchanged += there
+        except MlactlError as error:
+            refused.append(Refusal(safe(folder.name), safe(error.message), error.hint or CALLS_HINT))
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            # A dump is another program's: whatever of it does not fit, the dumps after it are still read.
+            reason = " ".join(str(error).split())
+            refused.append(
+                Refusal(safe(folder.name), safe(f"{folder}: its arguments do not fit the call: {type(error).__name__}: {reason}"), DUMP_AGAIN)
+            )
+    return Imported(tuple(written), tuple(refused), ignored, unchanged)
+
+
+def _dump_folders(source: Path) -> list[Path]:
+    def closed(error: OSError) -> None:
+        raise unreadable(Path(error.filename), error)
+
+    found = sorted(Path(place) for place, _, files in os.walk(source, onerror=closed) if "metadata.jsonl" in files)
+    if not found:
+        raise CannotRun(f"{plain(source)} holds no FlashInfer dumps (no metadata.jsonl)", hint=DUMP_AGAIN)
+    return found
 
 
 def read_dump(folder: Path) -> Dump:
@@ -96,8 +138,12 @@ def read_dump(folder: Path) -> Dump:
     if (folder / "inputs.pt").exists():
         raise BadCapture(f"{folder}: tensors are in torch format", hint="dump with FLASHINFER_DUMP_SAFETENSORS=1")
     if not (folder / "inputs.safetensors").exists():
-        raise BadCapture(f"{folder}: inputs.safetensors is missing")
-    values: dict[str, Any] = {**record.get("input_metadata", {}), **tensors.load(folder / "inputs.safetensors")}
+        raise BadCapture(f"{folder}: inputs.safetensors is missing", hint=DUMP_AGAIN)
+    plain_values, versions = record.get("input_metadata", {}), record.get("versions", {})
+    for name, held in (("input_metadata", plain_values), ("versions", versions)):
+        if not isinstance(held, dict):
+            raise BadCapture(f"{folder}: {name} of metadata.jsonl is a {type(held).__name__}, expected an object", hint=DUMP_AGAIN)
+    values: dict[str, Any] = {**plain_values, **tensors.load(folder / "inputs.safetensors")}
     names = parameter_names(str(record.get("function_signature", "")))
     arguments = {}
     for key, value in values.items():
@@ -112,18 +158,25 @@ def read_dump(folder: Path) -> Dump:
     if (folder / "outputs.safetensors").exists():
         found = tensors.load(folder / "outputs.safetensors")
         results = (found["result"],) if "result" in found else tuple(found[name] for name in sorted(found))
-    versions = {f"captured-{name}": str(value).split()[0] for name, value in record.get("versions", {}).items() if value}
-    return Dump(folder, str(record.get("function_name")), record.get("process_id"), record.get("self_id"), arguments, results, versions)
+    made = {f"captured-{name}": str(value).split()[0] for name, value in versions.items() if str(value or "").strip()}
+    return Dump(folder, str(record.get("function_name")), _identity(record, "process_id"), _identity(record, "self_id"), arguments, results, made)
+
+
+def _identity(record: Mapping[str, Any], name: str) -> object:
+    """A process or object id, such as can be looked up by: one that is a list or an object is told apart by its text."""
+    value = record.get(name)
+    return value if isinstance(value, (int, str, type(None))) else repr(value)
 
 
 def _last_record(folder: Path) -> dict[str, Any]:
     try:
-        lines = [line for line in (folder / "metadata.jsonl").read_text(encoding="utf-8").splitlines() if line.strip()]
+        data = read_bytes(folder / "metadata.jsonl", METADATA_LIMIT_BYTES, "metadata")
+        lines = [line for line in data.decode().splitlines() if line.strip()]
         record = json.loads(lines[-1]) if lines else None
-    except (OSError, ValueError) as error:
-        raise BadCapture(f"{folder}: metadata.jsonl cannot be read: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise BadCapture(f"{folder}: metadata.jsonl cannot be read: {error}", hint=DUMP_AGAIN) from error
     if not isinstance(record, dict):
-        raise BadCapture(f"{folder}: metadata.jsonl is empty")
+        raise BadCapture(f"{folder}: metadata.jsonl {'is empty' if record is None else 'ends in no object'}", hint=DUMP_AGAIN)
     return record
 
 
@@ -158,14 +211,15 @@ def from_wrapper(run: Dump, plan: Dump | None) -> Capture:
     if plan is None:
         raise BadCapture(f"{run.path}: the plan of this wrapper was not dumped, so its lengths and pages are unknown", hint=f"include {WRAPPER}.plan")
     cache = _joined(run, "ckv_cache", "kpe_cache")
-    starts, lengths = plan.need("qo_indptr").to(torch.int32), plan.need("kv_len_arr").to(torch.int32)
-    first, pages = plan.need("kv_indptr").tolist(), plan.need("kv_indices")
+    starts, lengths = _integers(plan, "qo_indptr"), _integers(plan, "kv_len_arr")
+    first, pages = _integers(plan, "kv_indptr").tolist(), _integers(plan, "kv_indices")
+    _require_pages(plan, first, len(pages), len(lengths))
     table = torch.full((len(lengths), max([1, *(end - start for start, end in itertools.pairwise(first))])), -1, dtype=torch.int32)
     for request, (start, end) in enumerate(itertools.pairwise(first)):
         table[request, : end - start] = pages[start:end].to(torch.int32)
     scales = [run.arguments.get(name) for name in ("ckv_scale", "kpe_scale")]
     record = _record(run, cache)
-    if record == "fp8" and (scales[0] is None or scales[0] != scales[1]):
+    if record == "fp8" and (not isinstance(scales[0], (int, float)) or scales[0] != scales[1]):
         raise BadCapture(f"{run.path}: an FP8 cache with ckv_scale {scales[0]} and kpe_scale {scales[1]}; one scale for both is needed")
     query = _joined(run, "q_nope", "q_pe")
     own = None
@@ -173,7 +227,33 @@ def from_wrapper(run: Dump, plan: Dump | None) -> Capture:
         # Without the causal mask every row sees all of its request.
         own = lengths.repeat_interleave(starts.diff())
     base = "natural" if run.arguments.get("return_lse_base_on_e") is True else "2"
-    return _capture(run, query, cache, table, lengths, starts, own, record, float(plan.need("sm_scale")), base, scales[0])
+    return _capture(run, query, cache, table, lengths, starts, own, record, _number(plan, "sm_scale", None), base, scales[0])
+
+
+def _integers(dump: Dump, name: str) -> torch.Tensor:
+    """A vector argument of whole numbers, as int32; raises BadCapture for anything else, and for numbers that int32 does not hold."""
+    import torch
+
+    value = dump.need(name)
+    if not isinstance(value, torch.Tensor) or value.ndim != 1 or value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
+        found = f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+        raise BadCapture(f"{dump.path}: {name} is {found}, expected a vector of whole numbers", hint=DUMP_AGAIN)
+    if value.numel() and (int(value.min()) < 0 or int(value.max()) > INT32_MAX):
+        raise BadCapture(f"{dump.path}: {name} holds {int(value.min())} to {int(value.max())}, expected 0 to {INT32_MAX}", hint=DUMP_AGAIN)
+    return value.to(torch.int32)
+
+
+def _require_pages(plan: Dump, first: Sequence[int], pages: int, requests: int) -> None:
+    """Raises BadCapture unless kv_indptr cuts kv_indices into the pages of each request."""
+    if not requests:
+        raise BadCapture(f"{plan.path}: kv_len_arr is empty, so the call has no request", hint=DUMP_AGAIN)
+    if len(first) != requests + 1:
+        raise BadCapture(f"{plan.path}: kv_indptr has {len(first)} entries for {requests} requests, expected {requests + 1}", hint=DUMP_AGAIN)
+    falls = next((index for index, (start, end) in enumerate(itertools.pairwise(first), 1) if end < start), None)
+    if falls is not None:
+        raise BadCapture(f"{plan.path}: kv_indptr falls from {first[falls - 1]} to {first[falls]} at index {falls}", hint=DUMP_AGAIN)
+    if first[-1] > pages:
+        raise BadCapture(f"{plan.path}: kv_indptr ends at {first[-1]}, kv_indices holds {pages} pages", hint=DUMP_AGAIN)
 
 
 def from_trtllm(call: Dump) -> Capture:
@@ -196,19 +276,21 @@ def from_trtllm(call: Dump) -> Capture:
     record = _record(call, cache)
     if record == "bf16" and scales[1] != 1.0:
         raise BadCapture(f"{call.path}: bmm2_scale {scales[1]} over a bf16 cache, which has no scale")
+    if not scales[1] > 0:
+        raise BadCapture(f"{call.path}: bmm2_scale is {scales[1]}, expected a number above 0")
     base = "natural" if call.arguments.get("return_lse_base_on_e") is True else "2"
     table = call.need("block_tables").to(torch.int32)
     # bmm1_scale has the cache's scale in it, bmm2_scale is that scale.
     return _capture(call, query.flatten(0, 1), cache, table, lengths, starts, None, record, scales[0] / scales[1], base, scales[1])
 
 
-def _number(call: Dump, name: str) -> float:
-    value = call.arguments.get(name, 1.0)
-    if isinstance(value, (int, float)):
+def _number(call: Dump, name: str, default: float | None = 1.0) -> float:
+    value = call.need(name) if default is None else call.arguments.get(name, default)
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
         return float(value)
     if hasattr(value, "numel") and value.numel() == 1:
         return float(value)
-    raise BadCapture(f"{call.path}: {name} is {type(value).__name__}, expected one number")
+    raise BadCapture(f"{call.path}: {name} is {type(value).__name__}, expected one number", hint=DUMP_AGAIN)
 
 
 def _joined(run: Dump, latent: str, rope: str) -> torch.Tensor:
@@ -254,8 +336,9 @@ def _capture(
         raise BadCapture(f"{dump.path}: lengths {lengths.tolist()} pass the {table.shape[1]} pages of the table")
     touched = torch.arange(table.shape[1])[None, :] < reach[:, None]
     wrong = table[touched]
-    if len(wrong) and not (int(wrong.min()) >= 0 and int(wrong.max()) < len(cache)):
-        raise BadCapture(f"{dump.path}: page {int(wrong.max())} of {len(cache)} in the visible range")
+    outside = wrong[(wrong < 0) | (wrong >= len(cache))]
+    if len(outside):
+        raise BadCapture(f"{dump.path}: page {int(outside[0])} of {len(cache)} in the visible range")
     stored = {"q": query.contiguous(), "cache_seqlens": lengths, "cu_seqlens_q": starts, **pages_of(cache, table, touched, int(cache.shape[2]))}
     if own is not None:
         stored["query_cache_seqlens"] = own.to(torch.int32)
