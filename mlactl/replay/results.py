@@ -25,6 +25,10 @@ class Strictness:
     row: float | None = None
     allow_nan: bool = False
 
+    def require(self) -> None:
+        """Raises UsageError for a tolerance that is none, before anything was read."""
+        tolerances.require(atol=self.atol, rtol=self.rtol, row=self.row)
+
 
 def natural_lse(lse: torch.Tensor, base: str) -> torch.Tensor:
     """A log-sum-exp as natural logarithm, from the base it was declared in."""

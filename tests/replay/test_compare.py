@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlactl.errors import UsageError
-from mlactl.replay import compare as engine
+from mlactl.replay import tally as engine
 from mlactl.replay import tolerances
 from mlactl.replay.compare import Axes, compare, ulp_distance
 
