@@ -76,6 +76,17 @@ def require_target(target: Path, sources: Sequence[Path] = ()) -> None:
                 raise UsageError(f"{plain(target)}: is the same file as {plain(source)}, which is read", hint="name a new file")
 
 
+def require_writable(target: Path, sources: Sequence[Path] = ()) -> None:
+    """Raises, before any work, what writing a file to `target` would raise in the end: as `require_target`, and for its folder CannotRun."""
+    require_target(target, sources)
+    folder = target.parent
+    if not folder.is_dir():
+        raise CannotRun(f"{plain(target)}: there is no folder {plain(folder)}", hint=f"mkdir -p {plain(folder)}")
+    place = target if target.exists() else folder
+    if not os.access(place, os.W_OK):
+        raise CannotRun(f"{plain(target)}: {plain(place)} may not be written", hint=f"ls -ld {plain(place)}")
+
+
 def write_file(data: bytes, target: Path, *, force: bool, sources: Sequence[Path] = ()) -> None:
     """Writes a file that is complete whenever it is there.
 

@@ -43,6 +43,12 @@ def call_axes(capture: Capture, rows: Sequence[int] | None = None, heads: Sequen
     return Axes(("row", "head", "dim"), "request", tuple(requests[row] for row in kept), origin)
 
 
+def output_tolerance(record: str, mode: str, options: Strictness, *, merged: bool = False) -> tolerances.Tolerance:
+    """What an output is held to: the table's tolerance, or what a person typed."""
+    base = tolerances.for_merged_output() if merged else tolerances.for_output(record, mode)
+    return tolerances.overridden(base, atol=options.atol, rtol=options.rtol, row=options.row)
+
+
 def result_comparisons(
     record: str,
     mode: str,
@@ -56,8 +62,7 @@ def result_comparisons(
     """Output and LSE pairs (judged, right) against the table's tolerances, LSE apart; both LSEs natural."""
     found = []
     if output is not None:
-        base = tolerances.for_merged_output() if merged else tolerances.for_output(record, mode)
-        tolerance = tolerances.overridden(base, atol=options.atol, rtol=options.rtol, row=options.row)
+        tolerance = output_tolerance(record, mode, options, merged=merged)
         found.append(compare(output[0], output[1], tolerance, name="output", axes=axes, allow_nan=options.allow_nan))
     if lse is not None:
         # A tolerance typed for the output says nothing about LSE.

@@ -98,7 +98,7 @@ def test_a_tensor_only_one_side_has_is_a_finding(inside, tmp_path):
     value = torch.ones(2)
     done = inside("diff", tensors(tmp_path / "a.safetensors", x=value, y=value), tensors(tmp_path / "b.safetensors", x=value))
     assert done.code == 1
-    assert "note: only in A: y" in done.stdout
+    assert "finding: only in A: y" in done.stdout
 
 
 def test_captures(inside):
@@ -123,14 +123,15 @@ def test_folders_by_name(inside, tmp_path):
     done = inside("diff", tmp_path / "a", EXAMPLES, "--json")
     assert done.code == 1
     assert done.json["counts"] == {"match": 2, "mismatch": 4, "nothing_compared": 0, "error": 0}
-    assert sum("is only in" in (call["message"] or "") for call in done.json["calls"]) == 4
+    assert sum("is only in" in finding for call in done.json["calls"] for finding in call["findings"]) == 4
 
 
 @pytest.mark.parametrize(
     ("a", "b", "message"),
     [
         ("absent.safetensors", "absent.safetensors", "does not exist"),
-        (EXAMPLES, "absent.pt", "a folder and a file"),
+        (EXAMPLES, "absent.pt", "absent.pt does not exist"),
+        (EXAMPLES, "x.npy", "a folder and a file"),
         ("x.npy", "x.npy", "not a capture"),
     ],
 )
