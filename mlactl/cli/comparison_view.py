@@ -92,6 +92,11 @@ def _number(value: float | None, digits: int = 3) -> str:
     return f"{value:.{digits}g}" if math.isfinite(value) else str(value)
 
 
+def _elements_only(item: Comparison) -> bool:
+    """Whether a cosine and a norm say nothing about it: a log-sum-exp is no vector, and integers are equal or they are not."""
+    return item.name == "lse" or item.tolerance.elements_exact()
+
+
 _COLUMNS = (
     Column("output", lambda item: item.name),
     Column("status", lambda item: "ok" if item.matches else "MISMATCH"),
@@ -99,8 +104,8 @@ _COLUMNS = (
     Column("bad rows", lambda item: f"{item.bad_rows:,}/{item.rows:,}", right=True),
     Column("max abs", lambda item: _number(item.max_abs), right=True),
     Column("max rel", lambda item: _number(item.max_rel), right=True),
-    Column("cosine", lambda item: "-" if item.cosine is None or item.name == "lse" else f"{item.cosine:.7f}", right=True),
-    Column("norm off", lambda item: "-" if item.name == "lse" else _number(item.norm_deviation), right=True),
+    Column("cosine", lambda item: "-" if item.cosine is None or _elements_only(item) else f"{item.cosine:.7f}", right=True),
+    Column("norm off", lambda item: "-" if _elements_only(item) else _number(item.norm_deviation), right=True),
     Column("smallest tolerance", wording.needed_text),
     Column("used", lambda item: item.tolerance.limits()),
 )

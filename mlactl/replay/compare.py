@@ -220,7 +220,7 @@ def _result(
         nan_expected=found.nan_expected,
         infinite=found.infinite,
         not_finite=found.not_finite,
-        notes=_notes(found, allow_nan, all_zero=all_zero),
+        notes=_notes(found, actual.numel(), allow_nan, all_zero=all_zero),
         first=None if found.first is None else element(actual, expected, found.first, axes),
         worst=None if found.worst is None else element(actual, expected, found.worst, axes),
         worst_row=_worst_row(found, axes, actual),
@@ -246,7 +246,7 @@ def _needed(found: Tally, tolerance: Tolerance) -> Tolerance:
     )
 
 
-def _notes(found: Tally, allow_nan: bool, *, all_zero: bool) -> tuple[str, ...]:
+def _notes(found: Tally, elements: int, allow_nan: bool, *, all_zero: bool) -> tuple[str, ...]:
     notes = []
     if all_zero:
         notes.append("the output is all zero, the reference is not")
@@ -255,7 +255,7 @@ def _notes(found: Tally, allow_nan: bool, *, all_zero: bool) -> tuple[str, ...]:
         notes.append(f"NaN: {found.nan_actual:,} in the output, {found.nan_expected:,} in the reference{allowed}")
     if found.not_finite:
         others = f"; the other rows are off by at most {found.max_abs:.3g}, lowest cosine {found.cosine:.7f}" if found.cosine != math.inf else ""
-        notes.append(f"not finite: {found.not_finite:,} elements in {found.not_finite_rows:,} of {found.rows:,} rows{others}")
+        notes.append(f"not finite: {found.not_finite:,} of {elements:,} elements in {found.not_finite_rows:,} of {found.rows:,} rows{others}")
     return tuple(notes)
 
 

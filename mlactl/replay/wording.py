@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-
 from mlactl.replay.compare import Cluster, Comparison, Element, WorstRow
 from mlactl.replay.report import Bisection, Hypothesis
 
@@ -28,12 +26,18 @@ def rule_lines(item: Comparison) -> list[str]:
     """A line for every rule that rows fail by: how far off the furthest is, and the limit."""
     found, used, lines = item.failing, item.tolerance, []
     if item.mismatches:
-        lines.append(f"element: {item.mismatches:,} elements in {found.element:,} rows are off by more than {used.text()}")
+        limit = "differ" if used.elements_exact() else f"off by more than {used.text()}"
+        lost = f", {item.not_finite:,} of them not finite" if item.not_finite else ""
+        lines.append(f"element: {item.mismatches:,} in {_rows(found.element)} {limit}{lost}")
     if found.cosine and used.cosine is not None:
-        lines.append(f"cosine: {found.cosine:,} rows are under {used.cosine:g}{_furthest('lowest', item.cosine)}")
+        lines.append(f"cosine: {_rows(found.cosine)} under {used.cosine:g}{_furthest('lowest', item.cosine)}")
     if found.norm and used.norm is not None:
-        lines.append(f"norm: {found.norm:,} rows are off by more than {used.norm:g}{_furthest('largest', item.norm_deviation)}")
+        lines.append(f"norm: {_rows(found.norm)} off by more than {used.norm:g}{_furthest('largest', item.norm_deviation)}")
     return lines
+
+
+def _rows(count: int) -> str:
+    return f"{count:,} row{'s' if count != 1 else ''}"
 
 
 def _furthest(word: str, value: float | None) -> str:
@@ -80,7 +84,7 @@ def row_text(row: WorstRow) -> str:
     """Where a row is and how far off: by cosine, norm and its largest error."""
     place = ", ".join(f"{name} {position}" for name, position in row.coordinates)
     if row.not_finite:
-        return f"{place}: {row.not_finite:,} elements are not finite, so it has no cosine and no norm"
+        return f"{place}: not finite in {row.not_finite:,} element{"s" if row.not_finite != 1 else ""}, so it has no cosine and no norm"
     if math.isinf(row.norm_ratio):
         return f"{place}: all zero is expected, the largest value is {row.largest_error:.3g}"
     share = f"{row.largest_error_share:.2%}" if row.largest_error_share < 1e4 else f"{row.largest_error_share:.3g} times"
