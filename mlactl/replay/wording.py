@@ -84,7 +84,7 @@ def row_text(row: WorstRow) -> str:
     """Where a row is and how far off: by cosine, norm and its largest error."""
     place = ", ".join(f"{name} {position}" for name, position in row.coordinates)
     if row.not_finite:
-        return f"{place}: not finite in {row.not_finite:,} element{"s" if row.not_finite != 1 else ""}, so it has no cosine and no norm"
+        return f"{place}: not finite in {row.not_finite:,} element{'s' if row.not_finite != 1 else ''}, so it has no cosine and no norm"
     if math.isinf(row.norm_ratio):
         return f"{place}: all zero is expected, the largest value is {row.largest_error:.3g}"
     share = f"{row.largest_error_share:.2%}" if row.largest_error_share < 1e4 else f"{row.largest_error_share:.3g} times"
