@@ -191,7 +191,8 @@ def _part_requests(axes: Any, results: Results, count: int) -> bool:
     """Lines between requests, where there are few enough to be told apart."""
     if not results.capture.dense:
         return False
-    owners = [results.capture.requests[row] for row in results.rows]
+    requests = results.capture.requests
+    owners = [requests[row] for row in results.rows]
     ends = [place for place in range(1, len(owners)) if owners[place] != owners[place - 1]]
     if len(ends) * 3 > count:
         return False

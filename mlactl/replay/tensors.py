@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 TORCH_SUFFIXES = (".pt", ".pth", ".bin")
 MAX_DEPTH = 64
-MAX_ITEMS = 1 << 20
+MAX_ITEMS = 1 << 17
 """Lists in lists may name one list many times: what a small file holds can be walked for ever."""
 
 MAX_PICKLE_BYTES = 1 << 20
