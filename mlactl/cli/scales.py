@@ -213,7 +213,10 @@ def _measured(out: Output, source: Path, target: Path, *, force: bool) -> list[f
 
     if not source.is_dir():
         if source.name.endswith(".safetensors") or inputs_path(source).exists():
-            raise UsageError(f"{plain(source)}: is one capture, expected a folder with captures of every layer", hint=f"mlactl scales fit {plain(source.parent)} -o FILE")
+            raise UsageError(
+                f"{plain(source)}: is one capture, expected a folder with captures of every layer",
+                hint=f"mlactl scales fit {plain(source.parent)} -o FILE",
+            )
         return None
     # Measuring takes minutes: what cannot be written in the end is refused now.
     require_writable(target)

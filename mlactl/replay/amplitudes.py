@@ -63,9 +63,7 @@ def _capture(path: Path) -> tuple[tuple[int, float] | None, int]:
     if layer < 0:
         raise BadCapture(f"{plain(path)}: layer {layer}, expected a number from 0", hint="record with mlactl.capture(…, layers=N)")
     if capture.layout.latent_type == "e2m1":
-        raise BadCapture(
-            f"{plain(path)}: {capture.call.record} latents are quantised already", hint="measure from bf16, fp8 or fp8_ds_mla caches"
-        )
+        raise BadCapture(f"{plain(path)}: {capture.call.record} latents are quantised already", hint="measure from bf16, fp8 or fp8_ds_mla caches")
     size = capture.call.page_size
     views = [view for row in range(capture.rows) if (view := seen(capture, row)) is not None]
     slots = torch.unique(torch.cat([view.pages * size + view.offsets for view in views])) if views else torch.zeros(0, dtype=torch.long)

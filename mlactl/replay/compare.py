@@ -188,9 +188,7 @@ def _check(name: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
         )
 
 
-def _result(
-    name: str, actual: torch.Tensor, expected: torch.Tensor, tolerance: Tolerance, found: Tally, axes: Axes, allow_nan: bool
-) -> Comparison:
+def _result(name: str, actual: torch.Tensor, expected: torch.Tensor, tolerance: Tolerance, found: Tally, axes: Axes, allow_nan: bool) -> Comparison:
     all_zero = found.nonzero_expected and not found.nonzero_actual
     failed = bool(found.bad_rows or all_zero)
     lowest = None if found.cosine == math.inf else found.cosine

@@ -145,9 +145,9 @@ def _captures(left: Path, right: Path, options: Strictness) -> _Found:
     bases = [None if side.lse is None else natural_lse(side.lse, side.call.lse_base) for side in (ours, theirs)]
     lse = None if bases[0] is None or bases[1] is None else (bases[0], bases[1])
     # One at a time: an output that cannot be compared says nothing about the LSE.
-    for pair in ((output, None), (None, lse)):
+    for results in ((output, None), (None, lse)):
         try:
-            found.comparisons += result_comparisons(ours.call.record, ours.call.mode, *pair, call_axes(ours), options)
+            found.comparisons += result_comparisons(ours.call.record, ours.call.mode, results[0], results[1], call_axes(ours), options)
         except UsageError as error:
             found.refused.append(error)
     return found
@@ -161,7 +161,7 @@ def _tensors(left: Path, right: Path, options: Strictness) -> _Found:
         found.notes.append(f"no tensors, not compared: {', '.join(list(others)[:8])}{', …' if len(others) > 8 else ''}")
     names = [(name, name) for name in sorted(set(ours.tensors) & set(theirs.tensors))]
     if not names and len(ours.tensors) == len(theirs.tensors) == 1:
-        names = [(*ours.tensors, *theirs.tensors)]
+        names = [(next(iter(ours.tensors)), next(iter(theirs.tensors)))]
     else:
         found.findings += [f"only in {'A' if name in ours.tensors else 'B'}: {name}" for name in sorted(set(ours.tensors) ^ set(theirs.tensors))]
     for name, other in names:

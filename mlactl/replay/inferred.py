@@ -77,7 +77,7 @@ def _axis(
         names, counts = torch.unique_consecutive(groups, return_counts=True)
         weights, values, output = item.weights[heads][:, order], item.values[order], item.output[heads]
         sizes = counts.tolist()
-        for group, part, keys in zip(names.tolist(), weights.split(sizes, 1), values.split(sizes), strict=True):
+        for group, part, keys in zip(names.tolist(), torch.split(weights, sizes, 1), torch.split(values, sizes), strict=True):
             movement = part @ keys - part.sum(1, keepdim=True) * output
             dot[group] = dot.get(group, 0.0) + float((movement * error).sum())
             energy[group] = energy.get(group, 0.0) + float((movement**2).sum())

@@ -9,6 +9,7 @@ import importlib.util
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,7 +96,8 @@ def _factors(output: torch.Tensor, reference: torch.Tensor, tolerance: tolerance
     """Some rows at a time: the factors of all at once take several times the output in fp64."""
     import torch
 
-    parts = zip(output.split(ROWS_AT_ONCE), reference.split(ROWS_AT_ONCE), strict=True)
+    starts = range(0, len(output), ROWS_AT_ONCE)
+    parts = ((output[start : start + ROWS_AT_ONCE], reference[start : start + ROWS_AT_ONCE]) for start in starts)
     return torch.cat([output_factors(ours, theirs, tolerance, allow_nan=allow_nan) for ours, theirs in parts])
 
 
@@ -128,7 +130,7 @@ def cells(factors: torch.Tensor, limit: int = MAX_CELLS) -> torch.Tensor:
         count = factors.shape[axis]
         if count > limit:
             edges = [place * count // limit for place in range(limit + 1)]
-            parts = (factors.narrow(axis, first, last - first).amax(axis, keepdim=True) for first, last in zip(edges, edges[1:], strict=False))
+            parts = (factors.narrow(axis, first, last - first).amax(axis, keepdim=True) for first, last in pairwise(edges))
             factors = torch.cat(list(parts), axis)
     return factors
 
@@ -156,7 +158,9 @@ def _by_head_and_row(figure: Any, axes: Any, name: str, factors: torch.Tensor, r
     _ticks(axes.yaxis, results.rows, len(shown), 16)
     failing = (shown > 1).any(1).nonzero()[:, 0].tolist()
     if len(failing) <= MAX_MARKS:
-        (marks,) = axes.plot([shown.shape[1] - 0.5] * len(failing), failing, "<", markersize=7, markerfacecolor="red", markeredgecolor="black", clip_on=False)
+        (marks,) = axes.plot(
+            [shown.shape[1] - 0.5] * len(failing), failing, "<", markersize=7, markerfacecolor="red", markeredgecolor="black", clip_on=False
+        )
         marks.set_in_layout(False)
     axes.set_xlim(-0.5, shown.shape[1] - 0.5)
 
@@ -236,7 +240,9 @@ def _by_magnitude(axes: Any, actual: torch.Tensor, expected: torch.Tensor, wrong
         axes.plot(x, y, mark, markersize=2 if mark == "." else 4, alpha=0.4, color=colour, label=label, rasterized=True)
     _allowed(axes, magnitude, torch.logspace(math.log10(lowest), math.log10(highest), 50, dtype=torch.float64), tolerance)
     if actual.dtype == torch.bfloat16:
-        axes.plot([lowest, highest], [lowest * 2**-8, highest * 2**-8], color="black", linewidth=1, linestyle="--", label="half a bf16 ulp at most (2^-8)")
+        axes.plot(
+            [lowest, highest], [lowest * 2**-8, highest * 2**-8], color="black", linewidth=1, linestyle="--", label="half a bf16 ulp at most (2^-8)"
+        )
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.grid(visible=True, alpha=0.3)
@@ -256,5 +262,7 @@ def _allowed(axes: Any, magnitude: torch.Tensor, reach: torch.Tensor, tolerance:
     ends = (float(floors.min()), float(floors.max())) if len(floors) else (0.0, 0.0)
     low, high = ((reach * tolerance.rtol).clamp_min(end) for end in ends)
     if float(high.max()) > 0:
-        axes.fill_between(reach.numpy(), low.numpy(), high.numpy(), color="grey", alpha=0.3, label=f"allowed: {tolerance.text()}, lowest to highest row")
+        axes.fill_between(
+            reach.numpy(), low.numpy(), high.numpy(), color="grey", alpha=0.3, label=f"allowed: {tolerance.text()}, lowest to highest row"
+        )
         axes.plot(reach.numpy(), high.numpy(), color="grey", linewidth=1)

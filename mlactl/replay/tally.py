@@ -285,8 +285,8 @@ def _judge_rows(
         if float(badness[place]) > found.worst_row_badness:
             found.worst_row_badness = float(badness[place])
             lost = int(unfit[place].sum())
-            values = [math.nan if lost else float(value[place]) for value in (cosine, norm_ratio, largest_error, share)]
-            found.worst_row = RowShape(int(starts[place]), *values, not_finite=lost)
+            error_there, share_there = (math.nan, math.nan) if lost else (float(largest_error[place]), float(share[place]))
+            found.worst_row = RowShape(int(starts[place]), float(cosine[place]), float(norm_ratio[place]), error_there, share_there, lost)
 
 
 def cosine_and_norm(actual: torch.Tensor, expected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+
 from mlactl.replay.compare import Cluster, Comparison, Element, WorstRow
 from mlactl.replay.report import Bisection, Hypothesis
 

@@ -74,7 +74,13 @@ def test_an_lse_that_is_wrong_alone_is_drawn():
 
 @pytest.mark.parametrize(
     ("factor", "strictness", "fails"),
-    [(1.006, Strictness(), 16), (1.006, Strictness(rtol=0.02), 0), (1.006, Strictness(row=1e-3), 16), (1.002, Strictness(), 0), (1.002, Strictness(atol=1e-6), 16)],
+    [
+        (1.006, Strictness(), 16),
+        (1.006, Strictness(rtol=0.02), 0),
+        (1.006, Strictness(row=1e-3), 16),
+        (1.002, Strictness(), 0),
+        (1.002, Strictness(atol=1e-6), 16),
+    ],
 )
 def test_the_picture_gives_the_verdict_of_the_report(factor, strictness, fails):
     """An output 0.6% too large, which fails by its norm, was drawn blue as "rows that pass", and typed tolerances were not asked."""
@@ -150,7 +156,10 @@ def test_the_result_that_is_further_off_is_drawn():
     results = compute(made.with_result(made.output * 2, made.lse), CPU)
     kernel = KernelResult(output=made.output, lse=made.lse)
     assert plot.judge(replace(results, kernel=kernel), CPU).judged == "captured"
-    assert plot.judge(replace(results, captured=(made.output, made.lse), kernel=KernelResult(output=made.output * 2, lse=made.lse)), CPU).judged == "kernel"
+    assert (
+        plot.judge(replace(results, captured=(made.output, made.lse), kernel=KernelResult(output=made.output * 2, lse=made.lse)), CPU).judged
+        == "kernel"
+    )
     with pytest.raises(CannotRun, match="no output to draw"):
         plot.judge(replace(results, captured=(None, None)), CPU)
 
