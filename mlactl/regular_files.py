@@ -95,6 +95,8 @@ def require_writable(target: Path, sources: Sequence[Path] = ()) -> None:
     require_target(target, sources)
     place = Path(os.path.realpath(target)).parent
     try:
+        if not place.exists():
+            raise CannotRun(f"{plain(target)}: there is no folder {plain(place)}", hint=f"mkdir -p {plain(place)}")
         if not stat.S_ISDIR(place.stat().st_mode):
             raise UsageError(f"{plain(target)}: {plain(place)} is no folder", hint=f"ls -ld {plain(place)}")
     except (OSError, ValueError) as error:

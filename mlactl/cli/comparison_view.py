@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from mlactl.replay.compare import Cluster, Comparison, Element
+from mlactl.replay import wording
+from mlactl.replay.compare import Cluster, Comparison
 from mlactl.replay.report import ERROR, MATCH, MISMATCH, NOTHING, CallReport, Pair, Report
 from mlactl.ui.output import Column, Output
 
@@ -43,6 +44,8 @@ def _show_call(out: Output, call: CallReport) -> None:
         _show_pair(out, pair, call.inferred if not pair.matches else ())
     if call.determinism:
         out.line(f"repeated runs: {call.determinism}")
+    for finding in call.findings:
+        out.line(f"finding: {finding}")
     for note in call.notes:
         out.line(f"note: {note}")
     _show_bisection(out, call)
@@ -70,62 +73,28 @@ def _show_pair(out: Output, pair: Pair, inferred: Sequence[Cluster]) -> None:
 
 def _show_details(out: Output, item: Comparison) -> None:
     prefix = f"{item.name}: " if item.name not in ("output", "lse") else ""
-    for note in item.notes:
-        out.line(f"  {prefix}{note}")
-    if item.matches:
-        return
-    if item.first is not None:
-        out.line(f"  {prefix}first     {_element(item.first)}")
-    if item.worst is not None:
-        out.line(f"  {prefix}worst     {_element(item.worst)}")
-    if item.worst_row is not None and item.name != "lse":
-        row = item.worst_row
-        place = ", ".join(f"{name} {position}" for name, position in row.coordinates)
-        out.line(
-            f"  {prefix}worst row {place}: cosine {row.cosine:.7f}, norm {row.norm_ratio:.5f} of the expected, "
-            f"largest error {row.largest_error_share:.2%} of the row's maximum"
-        )
-    for cluster in item.clusters:
-        out.line(f"  {prefix}{cluster.axis:9} {_cluster(cluster)}")
-
-
-def _element(item: Element) -> str:
-    ulp = f", {item.ulp:,} ulp apart" if item.ulp is not None else ""
-    return f"{item.where()}: {item.actual:.6g}, expected {item.expected:.6g}{ulp}"
-
-
-def _cluster(item: Cluster) -> str:
-    spread = f"{item.indices:,} of {item.extent:,} hold mismatches"
-    if item.indices == item.extent and item.extent > 1:
-        spread = f"all {item.extent:,} hold mismatches"
-    fullest = ", ".join(f"{index} ({count:,} of {elements:,})" for index, count, elements in item.top)
-    return f"{spread}: {fullest}{', …' if item.indices > len(item.top) else ''}"
+    for label, text in wording.detail_lines(item):
+        out.line(f"  {prefix}{label:9} {text}" if label else f"  {prefix}{text}")
 
 
 def _show_bisection(out: Output, call: CallReport) -> None:
-    found = call.bisection
-    if found is None:
+    if call.bisection is None:
         return
     out.line()
-    out.line(f"bisect: {found.verdict}")
-    for step in found.steps:
-        out.line(f"  {step}")
-    for item in found.hypotheses:
-        mark = "reproduces" if item.reproduces else f"off by {_factor(item.factor, item.lse_factor)}x the tolerance"
-        out.line(f"  {item.name:15} {mark}: {item.text}")
-    if found.smallest:
-        out.line(f"  smallest failing capture: {found.smallest}")
-
-
-def _factor(factor: float, lse_factor: float | None) -> str:
-    largest = max(factor, lse_factor or 0.0)
-    return "any number" if math.isinf(largest) else f"{largest:.3g}"
+    out.line(f"bisect: {call.bisection.verdict}")
+    for label, text in wording.bisection_lines(call.bisection):
+        out.line(f"  {label:15} {text}" if label else f"  {text}")
 
 
 def _number(value: float | None, digits: int = 3) -> str:
     if value is None:
         return "-"
     return f"{value:.{digits}g}" if math.isfinite(value) else str(value)
+
+
+def _elements_only(item: Comparison) -> bool:
+    """Whether a cosine and a norm say nothing about it: a log-sum-exp is no vector, and integers are equal or they are not."""
+    return item.name == "lse" or item.tolerance.elements_exact()
 
 
 _COLUMNS = (
@@ -135,9 +104,10 @@ _COLUMNS = (
     Column("bad rows", lambda item: f"{item.bad_rows:,}/{item.rows:,}", right=True),
     Column("max abs", lambda item: _number(item.max_abs), right=True),
     Column("max rel", lambda item: _number(item.max_rel), right=True),
-    Column("cosine", lambda item: "-" if item.cosine is None or item.name == "lse" else f"{item.cosine:.7f}", right=True),
-    Column("smallest tolerance", lambda item: "none" if item.needed is None else "exact" if item.needed_factor == 0 else item.needed.text()),
-    Column("used", lambda item: item.tolerance.text()),
+    Column("cosine", lambda item: "-" if item.cosine is None or _elements_only(item) else f"{item.cosine:.7f}", right=True),
+    Column("norm off", lambda item: "-" if _elements_only(item) else _number(item.norm_deviation), right=True),
+    Column("smallest tolerance", wording.needed_text),
+    Column("used", lambda item: item.tolerance.limits()),
 )
 
 
@@ -153,7 +123,7 @@ def _why(call: CallReport) -> str:
     if call.message:
         return call.message
     wrong = [item for pair in call.pairs for item in pair.comparisons if not item.matches]
-    return "; ".join(f"{item.name}: {item.mismatches:,} of {item.elements:,}" for item in wrong)
+    return "; ".join([*(f"{item.name}: {wording.why(item)}" for item in wrong), *call.findings])
 
 
 _LIST = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from mlactl.cli import options
 from mlactl.cli.scales_report import finding_lines, show
 from mlactl.errors import MlactlError, UsageError
 from mlactl.profiles import Profile, examine, load, locate
+from mlactl.regular_files import require_writable
 from mlactl.scales.findings import InvalidScales, plain
 from mlactl.scales.verdict import OuterRow, Report, Request, verify
 from mlactl.ui.output import Mode, Output
@@ -205,13 +207,26 @@ def _scales() -> None:
     """Write outer-scale files."""
 
 
-def _measured(out: Output, source: Path) -> list[float] | None:
+def _measured(out: Output, source: Path, target: Path, *, force: bool) -> list[float] | None:
     """Amplitudes by layer measured from captures; None where the source is a file of amplitudes."""
-    if not source.is_dir():
-        return None
-    from mlactl.replay.amplitudes import measure
+    from mlactl.replay.capture import inputs_path
 
-    found = measure(source)
+    if not source.is_dir():
+        if source.name.endswith(".safetensors") or inputs_path(source).exists():
+            raise UsageError(
+                f"{plain(source)}: is one capture, expected a folder with captures of every layer",
+                hint=f"mlactl scales fit {plain(source.parent)} -o FILE",
+            )
+        return None
+    # Measuring takes minutes: what cannot be written in the end is refused now.
+    require_writable(target)
+    if not force and os.path.lexists(target):
+        raise UsageError(f"{plain(target)}: is there already, nothing was measured", hint="--force replaces it")
+    from mlactl.replay.amplitudes import measure
+    from mlactl.replay.capture import find
+
+    with out.progress("measuring", len(find([source])), "captures") as task:
+        found = measure(source, on_capture=task.advance)
     out.note(f"measured {len(found.max_abs)} layers from {found.captures} captures, {found.tokens:,} tokens")
     return list(found.max_abs)
 
@@ -241,7 +256,7 @@ def fit_command(
     out = options.make_output(output, json, quiet)
     loaded = _profile(profile) if profile is not None else None
     try:
-        fitted = fit(amplitudes, headroom, loaded, measured=_measured(out, amplitudes))
+        fitted = fit(amplitudes, headroom, loaded, measured=_measured(out, amplitudes, target, force=force))
     except InvalidScales as error:
         for line in finding_lines(error.findings[1:20]):
             out.note(line)

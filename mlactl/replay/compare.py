@@ -1,37 +1,30 @@
-"""Compares two tensors in one streaming pass and keeps everything a person needs to find the fault.
-
-Works on blocks of rows that stay in cache: about thirty bytes of scratch an element of one block, nothing the size of
-the inputs. Rows that pass cost a dozen vectorised operations; only rows that fail are looked at element by element.
-"""
+"""Compares two tensors in one streaming pass and keeps everything a person needs to find the fault."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from mlactl.errors import UsageError
+from mlactl.replay.tally import Tally, columns_of, tally
 from mlactl.replay.tolerances import Tolerance
 
 if TYPE_CHECKING:
     import torch
 
-BLOCK_ELEMENTS = 1 << 19
-"""Elements compared at once: small enough for the caches, large enough to make the cost of an operation's call vanish."""
-
-PIECE_ELEMENTS = 1 << 16
-"""Longer rows are judged in pieces of this length."""
-
 TOP_CLUSTERS = 4
-_TINY = 1e-38
+NO_TOLERANCE = 1e30
+"""A factor beyond which a tolerance is none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Axes:
     """What a tensor's dimensions are called, and which group (request, rank) each index of the first one belongs to.
 
-    `offset` names coordinates of a slice as those of the whole: index i of dimension d is reported as `origin[d][i]`.
+    `origin` names coordinates of a slice as those of the whole: index i of dimension d is reported as `origin[d][i]`.
     """
 
     names: tuple[str, ...]
@@ -41,19 +34,23 @@ class Axes:
 
     def coordinates(self, index: Sequence[int]) -> tuple[tuple[str, int], ...]:
         """Named coordinates of an element, the group first."""
-        named = [(name, self._whole(axis, position)) for axis, (name, position) in enumerate(zip(self.names, index, strict=True))]
+        named = [(name, self.whole(axis, position)) for axis, (name, position) in enumerate(zip(self.names, index, strict=True))]
         if self.group_name is not None and index:
             named.insert(0, (self.group_name, self.groups[index[0]]))
         return tuple(named)
 
-    def _whole(self, axis: int, position: int) -> int:
+    def whole(self, axis: int, position: int) -> int:
+        """The index in the whole of one in a slice."""
         origin = self.origin[axis] if axis < len(self.origin) else None
         return position if origin is None else origin[position]
 
 
 @dataclass(frozen=True, slots=True)
 class Element:
-    """One element of both tensors. `ulp` counts representable values of the actual tensor's type between the two; None where a NaN is involved."""
+    """One element of both tensors, integers as they are.
+
+    `ulp` counts representable values of the actual tensor's type between the two; None where a NaN or no float is involved.
+    """
 
     index: tuple[int, ...]
     coordinates: tuple[tuple[str, int], ...]
@@ -68,7 +65,10 @@ class Element:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """How mismatches spread along one axis: `indices` of `extent` hold any, `top` the fullest with (index, mismatches, elements)."""
+    """How mismatches spread along one axis: `indices` of `extent` hold any, `top` the fullest with (index, mismatches, of how many).
+
+    `unit` says what is counted: elements, or rows where rows are wrong that hold no wrong element.
+    """
 
     axis: str
     indices: int
@@ -76,24 +76,44 @@ class Cluster:
     top: tuple[tuple[int, int, int], ...]
     inferred: bool = False
     note: str = ""
+    unit: str = "elements"
 
 
 @dataclass(frozen=True, slots=True)
 class WorstRow:
-    """The row with the lowest cosine, or the norm furthest off where no cosine fails."""
+    """The row that is furthest off: one with `not_finite` elements first (its numbers are then NaN), else by cosine, norm and largest error.
+
+    `norm_ratio` and `largest_error_share` (of the expected row's maximum) are infinite where the expected row is all zero.
+    """
 
     coordinates: tuple[tuple[str, int], ...]
     cosine: float
     norm_ratio: float
+    largest_error: float
     largest_error_share: float
+    not_finite: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BadRows:
+    """Rows that fail, by the rule they fail by; a row can fail by several. `not_finite` are among those by element."""
+
+    element: int = 0
+    cosine: int = 0
+    norm: int = 0
+    not_finite: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """All that one pass over a pair of tensors found. `cosine` is the lowest of any row and `norm_deviation` the largest.
 
-    `needed` is the smallest tolerance of the used shape whose element rule would pass, None when none would (NaN or
-    infinity by position, or an error where the tolerance allows none).
+    `not_finite` elements are NaN or infinite where the other side is not, or NaN on both sides without leave. With any,
+    max_abs, max_rel, cosine and norm_deviation are NaN: no number of the other elements speaks for them.
+
+    `needed` holds the smallest limits that would pass, those of cosine and norm too; None where none would (NaN or
+    infinity by position, an error where the tolerance allows none, an output that is all zero). `needed_factor` is the
+    largest error over its limit, by any rule: over 1 is a mismatch.
     """
 
     name: str
@@ -106,6 +126,7 @@ class Comparison:
     mismatches: int
     rows: int
     bad_rows: int
+    failing: BadRows
     max_abs: float
     max_rel: float
     cosine: float | None
@@ -116,6 +137,7 @@ class Comparison:
     nan_actual: int
     nan_expected: int
     infinite: int
+    not_finite: int
     notes: tuple[str, ...] = ()
     first: Element | None = None
     worst: Element | None = None
@@ -128,234 +150,51 @@ class Comparison:
         return self.status == "match"
 
 
-@dataclass(slots=True)
-class _Tally:
-    """What the pass accumulates."""
-
-    mismatches: int = 0
-    bad_rows: int = 0
-    max_abs: float = 0.0
-    max_rel: float = 0.0
-    cosine: float = math.inf
-    norm: float = 0.0
-    ratio: float = 0.0
-    nan_actual: int = 0
-    nan_expected: int = 0
-    infinite: int = 0
-    nonzero_actual: bool = False
-    nonzero_expected: bool = False
-    position_faults: int = 0
-    equal: bool = True
-    first: int | None = None
-    worst: int | None = None
-    worst_ratio: float = -1.0
-    worst_row: tuple[int, float, float, float] | None = None
-    worst_row_badness: float = -1.0
-    by_row: dict[int, int] = field(default_factory=dict)
-    by_column: Any = None
-
-
 def compare(
     actual: torch.Tensor, expected: torch.Tensor, tolerance: Tolerance, *, name: str, axes: Axes | None = None, allow_nan: bool = False
 ) -> Comparison:
     """Compares `actual` with `expected` (same shape, any real types); the first is judged, the second is taken as right.
 
-    Raises UsageError for shapes that differ, tensors without elements and complex types.
+    Raises UsageError for shapes that differ, tensors without elements, and what is no plain tensor of real numbers.
     """
     _check(name, actual, expected)
     names = axes or Axes(tuple(f"dim{position}" for position in range(actual.ndim)))
-    columns = _columns(actual)
-    left, right = actual.detach().reshape(-1, columns), expected.detach().reshape(-1, columns)
-    tally = _Tally()
-    step = max(1, BLOCK_ELEMENTS // columns)
-    for start in range(0, left.shape[0], step):
-        _block(tally, left[start : start + step], right[start : start + step], start, tolerance, allow_nan)
-    return _result(name, actual, expected, tolerance, tally, names, columns, allow_nan)
+    found = tally(actual, expected, tolerance, allow_nan=allow_nan)
+    return _result(name, actual, expected, tolerance, found, names, allow_nan)
 
 
 def _check(name: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
+    import torch
+
+    for tensor in (actual, expected):
+        found, hint = None, ""
+        if tensor.layout != torch.strided:
+            found, hint = f"{str(tensor.layout).removeprefix('torch.')} tensors", "save tensor.to_dense()"
+        elif tensor.is_quantized:
+            found, hint = "quantised tensors", "save tensor.dequantize()"
+        elif tensor.is_meta:
+            found, hint = "meta tensors, which hold no values,", "save the tensor from the device that holds it"
+        elif tensor.is_complex():
+            found, hint = "complex tensors", "save torch.view_as_real(tensor)"
+        elif tensor.dtype in (getattr(torch, packed, None) for packed in ("float4_e2m1fn_x2", "bits8", "bits16")):
+            found, hint = f"{str(tensor.dtype).removeprefix('torch.')} tensors", "save tensor.view(torch.uint8): packed bytes are compared exactly"
+        if found:
+            raise UsageError(f"{name}: {found} are not compared", hint=hint)
     if actual.shape != expected.shape:
         raise UsageError(f"{name}: shapes differ, {list(actual.shape)} against {list(expected.shape)}", hint="compare tensors of one shape")
     if actual.numel() == 0:
-        raise UsageError(f"{name}: nothing to compare, the tensors have no elements ({list(actual.shape)})")
-    if actual.is_complex() or expected.is_complex():
-        raise UsageError(f"{name}: complex tensors are not compared")
+        raise UsageError(
+            f"{name}: nothing to compare, the tensors have no elements ({list(actual.shape)})", hint="name files whose tensors hold something"
+        )
 
 
-def _columns(tensor: torch.Tensor) -> int:
-    """Elements of a row: the last dimension, cut into equal pieces where it is very long."""
-    length = tensor.shape[-1] if tensor.ndim else 1
-    if length <= PIECE_ELEMENTS:
-        return length
-    return next(size for size in range(PIECE_ELEMENTS, 0, -1) if length % size == 0)
-
-
-def _working_dtype(*tensors: torch.Tensor) -> torch.dtype:
-    """fp32 where it holds every value exactly, else fp64."""
-    import torch
-
-    narrow = {torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8, torch.int8, torch.int16, torch.bool}
-    return torch.float32 if all(tensor.dtype in narrow for tensor in tensors) else torch.float64
-
-
-def _block(tally: _Tally, left: torch.Tensor, right: torch.Tensor, start: int, tolerance: Tolerance, allow_nan: bool) -> None:
-    """One block of rows: statistics of every row, then the rows that fail one by one."""
-    import torch
-
-    dtype = _working_dtype(left, right)
-    actual, expected = left.to(dtype), right.to(dtype)
-    error = actual - expected
-    energy = torch.linalg.vecdot(expected, expected).double()
-    cross = torch.linalg.vecdot(expected, error).double()
-    noise = torch.linalg.vecdot(error, error).double()
-    magnitude = expected.abs()
-    largest = magnitude.amax(1)
-    error.abs_()
-    errors = error.amax(1)
-    finite = torch.isfinite(errors) & torch.isfinite(largest) & torch.isfinite(energy + noise)
-
-    allowed = (largest * tolerance.row).clamp_min_(max(tolerance.atol, _TINY))
-    relative = torch.where(finite, (error / magnitude.clamp_min(_TINY)).amax(1), 0.0)
-    if tolerance.rtol:
-        ratio = (error / torch.maximum(magnitude.mul_(tolerance.rtol), allowed[:, None])).amax(1)
-    else:
-        ratio = errors / allowed
-    energy_actual = (energy + 2 * cross + noise).clamp_min(0.0)
-    cosine = torch.where(noise == 0, 1.0, (energy + cross) / (energy * energy_actual).sqrt().clamp_min(1e-300))
-    norm = torch.where(noise == 0, 0.0, ((energy_actual / energy.clamp_min(1e-300)).sqrt() - 1).abs())
-    norm = torch.where((energy == 0) & (energy_actual > 0), math.inf, norm)
-
-    bad = ~finite | (ratio > 1)
-    if tolerance.cosine is not None:
-        bad |= cosine < tolerance.cosine
-    if tolerance.norm is not None:
-        bad |= norm > tolerance.norm
-    good = finite & ~bad
-    if bool(good.any()):
-        _tally_rows(tally, start, good, errors, relative, ratio, cosine, norm, largest)
-        tally.nonzero_expected |= bool(largest[good].any())
-        tally.nonzero_actual |= bool(energy_actual[good].any())
-    tally.equal &= bool((errors[finite] == 0).all()) and torch.equal(left[~finite], right[~finite].to(left.dtype))
-    if bool(bad.any()):
-        rows = bad.nonzero()[:, 0]
-        _bad_rows(tally, left[rows].double(), right[rows].double(), rows + start, tolerance, allow_nan)
-
-
-def _tally_rows(
-    tally: _Tally,
-    start: int,
-    keep: torch.Tensor,
-    errors: torch.Tensor,
-    relative: torch.Tensor,
-    ratio: torch.Tensor,
-    cosine: torch.Tensor,
-    norm: torch.Tensor,
-    largest: torch.Tensor,
-) -> None:
-    import torch
-
-    zero = torch.zeros((), dtype=ratio.dtype)
-    tally.max_abs = max(tally.max_abs, float(torch.where(keep, errors, zero).max()))
-    tally.max_rel = max(tally.max_rel, float(torch.where(keep, relative, zero).max()))
-    tally.cosine = min(tally.cosine, float(torch.where(keep, cosine, 1.0).min()))
-    tally.norm = max(tally.norm, float(torch.where(keep, norm, 0.0).max()))
-    ratios = torch.where(keep, ratio, zero)
-    position = int(ratios.argmax())
-    tally.ratio = max(tally.ratio, float(ratios[position]))
-    badness = float(errors[position] / largest[position].clamp_min(_TINY))
-    if tally.worst_row is None or (tally.worst_row_badness < 0 and badness > tally.worst_row[3]):
-        tally.worst_row = (start + position, float(cosine[position]), 1.0 + float(norm[position]), badness)
-
-
-def _bad_rows(tally: _Tally, actual: torch.Tensor, expected: torch.Tensor, rows: torch.Tensor, tolerance: Tolerance, allow_nan: bool) -> None:
-    """Rows that fail, or hold something that is not finite: element by element in fp64."""
-    import torch
-
-    nan_actual, nan_expected = actual.isnan(), expected.isnan()
-    tally.nan_actual += int(nan_actual.sum())
-    tally.nan_expected += int(nan_expected.sum())
-    both_nan = nan_actual & nan_expected
-    same_infinity = actual.isinf() & (actual == expected)
-    tally.infinite += int(same_infinity.sum())
-    unfit = ~(actual.isfinite() & expected.isfinite()) & ~same_infinity
-    if allow_nan:
-        unfit &= ~both_nan
-    comparable = actual.isfinite() & expected.isfinite()
-    tally.position_faults += int(unfit.sum())
-
-    left, right = actual.where(comparable, 0.0), expected.where(comparable, 0.0)
-    error, magnitude = (left - right).abs(), right.abs()
-    largest = magnitude.amax(1)
-    floor = (largest * tolerance.row).clamp_min(tolerance.atol)
-    allowed = torch.maximum(magnitude * tolerance.rtol, floor[:, None])
-    ratio = torch.where(error == 0, 0.0, error / allowed)
-    ratio = torch.where(unfit, math.inf, ratio)
-    mismatch = ratio > 1
-    energy, energy_actual = (right * right).sum(1), (left * left).sum(1)
-    cosine = torch.where((energy == 0) & (energy_actual == 0), 1.0, (left * right).sum(1) / (energy * energy_actual).sqrt().clamp_min(1e-300))
-    norm_ratio = torch.where((energy == 0) & (energy_actual == 0), 1.0, (energy_actual / energy.clamp_min(1e-300)).sqrt())
-    norm = (norm_ratio - 1).abs()
-    bad = mismatch.any(1)
-    for limit, off in ((tolerance.cosine, cosine < (tolerance.cosine or 0)), (tolerance.norm, norm > (tolerance.norm or 0))):
-        if limit is not None:
-            bad |= off
-
-    tally.max_abs = max(tally.max_abs, float(error.max()))
-    tally.max_rel = max(tally.max_rel, float(torch.where(error == 0, 0.0, error / magnitude).max()))
-    tally.cosine = min(tally.cosine, float(cosine.min()))
-    tally.norm = max(tally.norm, float(norm.max()))
-    finite_ratio = torch.where(unfit, 0.0, ratio)
-    tally.ratio = max(tally.ratio, float(finite_ratio.max()))
-    tally.nonzero_actual |= bool(energy_actual.any())
-    tally.nonzero_expected |= bool(energy.any())
-    if bool(bad.any()):
-        _tally_mismatches(tally, mismatch, ratio, bad, rows)
-        share = error.amax(1) / largest.clamp_min(_TINY)
-        badness = torch.where(bad, torch.where(unfit.any(1), math.inf, (1 - cosine) + norm + share), -1.0)
-        position = int(badness.argmax())
-        if float(badness[position]) > tally.worst_row_badness:
-            tally.worst_row_badness = float(badness[position])
-            tally.worst_row = (int(rows[position]), float(cosine[position]), float(norm_ratio[position]), float(share[position]))
-
-
-def _tally_mismatches(tally: _Tally, mismatch: torch.Tensor, ratio: torch.Tensor, bad: torch.Tensor, rows: torch.Tensor) -> None:
-    import torch
-
-    columns = mismatch.shape[1]
-    # A row can fail by cosine or norm alone: its largest error then stands for it.
-    alone = bad & ~mismatch.any(1)
-    counted = mismatch.clone()
-    counted[alone, ratio[alone].argmax(1)] = True
-    tally.bad_rows += int(bad.sum())
-    tally.mismatches += int(mismatch.sum())
-    per_row = counted.sum(1)
-    for row, count in zip(rows[bad].tolist(), per_row[bad].tolist(), strict=True):
-        tally.by_row[row] = tally.by_row.get(row, 0) + count
-    per_column = counted.sum(0)
-    tally.by_column = per_column if tally.by_column is None else tally.by_column + per_column
-    position = int(counted.to(torch.uint8).flatten().argmax())
-    if tally.first is None:
-        tally.first = int(rows[position // columns]) * columns + position % columns
-    flat = torch.where(counted, ratio, -1.0).flatten()
-    position = int(flat.argmax())
-    if float(flat[position]) > tally.worst_ratio:
-        tally.worst_ratio = float(flat[position])
-        tally.worst = int(rows[position // columns]) * columns + position % columns
-
-
-def _result(
-    name: str, actual: torch.Tensor, expected: torch.Tensor, tolerance: Tolerance, tally: _Tally, axes: Axes, columns: int, allow_nan: bool
-) -> Comparison:
-    notes = []
-    all_zero = tally.nonzero_expected and not tally.nonzero_actual
-    if all_zero:
-        notes.append("the output is all zero, the reference is not")
-    if tally.nan_actual or tally.nan_expected:
-        allowed = ", allowed" if allow_nan and not tally.position_faults else ""
-        notes.append(f"NaN: {tally.nan_actual:,} in the output, {tally.nan_expected:,} in the reference{allowed}")
-    failed = bool(tally.bad_rows or all_zero)
-    possible = not tally.position_faults and math.isfinite(tally.ratio) and tally.ratio < 1e30
-    rows = actual.numel() // columns
+def _result(name: str, actual: torch.Tensor, expected: torch.Tensor, tolerance: Tolerance, found: Tally, axes: Axes, allow_nan: bool) -> Comparison:
+    all_zero = found.nonzero_expected and not found.nonzero_actual
+    failed = bool(found.bad_rows or all_zero)
+    lowest = None if found.cosine == math.inf else found.cosine
+    lost = found.not_finite > 0
+    factor = _factor(found, tolerance)
+    possible = not lost and not all_zero and factor < NO_TOLERANCE
     return Comparison(
         name=name,
         shape=tuple(actual.shape),
@@ -364,33 +203,67 @@ def _result(
         tolerance=tolerance,
         status="mismatch" if failed else "match",
         elements=actual.numel(),
-        mismatches=tally.mismatches,
-        rows=rows,
-        bad_rows=tally.bad_rows,
-        max_abs=tally.max_abs,
-        max_rel=tally.max_rel if tally.max_rel < 1e30 else math.inf,
-        cosine=None if tally.cosine == math.inf else tally.cosine,
-        norm_deviation=tally.norm,
-        needed=tolerance.scaled(tally.ratio) if possible else None,
-        needed_factor=tally.ratio if possible else math.inf,
-        bitwise=tally.equal and actual.dtype == expected.dtype,
-        nan_actual=tally.nan_actual,
-        nan_expected=tally.nan_expected,
-        infinite=tally.infinite,
-        notes=tuple(notes),
-        first=None if tally.first is None else element(actual, expected, tally.first, axes),
-        worst=None if tally.worst is None else element(actual, expected, tally.worst, axes),
-        worst_row=_worst_row(tally, axes, columns, actual),
-        clusters=_clusters(tally, axes, columns, actual) if failed else (),
+        mismatches=found.mismatches,
+        rows=found.rows,
+        bad_rows=found.bad_rows,
+        failing=BadRows(found.element_rows, found.cosine_rows, found.norm_rows, found.not_finite_rows),
+        max_abs=math.nan if lost else found.max_abs,
+        max_rel=math.nan if lost else found.max_rel if found.max_rel < NO_TOLERANCE else math.inf,
+        cosine=math.nan if lost else lowest,
+        norm_deviation=math.nan if lost else found.norm,
+        needed=_needed(found, tolerance) if possible else None,
+        needed_factor=factor if possible else math.inf,
+        bitwise=found.equal,
+        nan_actual=found.nan_actual,
+        nan_expected=found.nan_expected,
+        infinite=found.infinite,
+        not_finite=found.not_finite,
+        notes=_notes(found, actual.numel(), allow_nan, all_zero=all_zero),
+        first=None if found.first is None else element(actual, expected, found.first, axes),
+        worst=None if found.worst is None else element(actual, expected, found.worst, axes),
+        worst_row=_worst_row(found, axes, actual),
+        clusters=_clusters(found, axes, actual) if failed else (),
     )
 
 
-def _worst_row(tally: _Tally, axes: Axes, columns: int, actual: torch.Tensor) -> WorstRow | None:
-    if tally.worst_row is None or actual.ndim < 2:
+def _factor(found: Tally, tolerance: Tolerance) -> float:
+    """The largest error over its limit, by any rule."""
+    factors = [found.ratio]
+    if tolerance.cosine is not None and found.cosine != math.inf:
+        factors.append(max(0.0, 1 - found.cosine) / max(1 - tolerance.cosine, 1e-300))
+    if tolerance.norm is not None:
+        factors.append(found.norm / max(tolerance.norm, 1e-300))
+    return max(factors)
+
+
+def _needed(found: Tally, tolerance: Tolerance) -> Tolerance:
+    return replace(
+        tolerance.scaled(found.ratio),
+        cosine=None if tolerance.cosine is None else min(1.0, found.cosine),
+        norm=None if tolerance.norm is None else found.norm,
+    )
+
+
+def _notes(found: Tally, elements: int, allow_nan: bool, *, all_zero: bool) -> tuple[str, ...]:
+    notes = []
+    if all_zero:
+        notes.append("the output is all zero, the reference is not")
+    if found.nan_actual or found.nan_expected:
+        allowed = ", allowed" if allow_nan and not found.not_finite else ""
+        notes.append(f"NaN: {found.nan_actual:,} in the output, {found.nan_expected:,} in the reference{allowed}")
+    if found.not_finite:
+        others = f"; the other rows are off by at most {found.max_abs:.3g}, lowest cosine {found.cosine:.7f}" if found.cosine != math.inf else ""
+        notes.append(f"not finite: {found.not_finite:,} of {elements:,} elements in {found.not_finite_rows:,} of {found.rows:,} rows{others}")
+    return tuple(notes)
+
+
+def _worst_row(found: Tally, axes: Axes, actual: torch.Tensor) -> WorstRow | None:
+    row = found.worst_row
+    if row is None or actual.ndim < 2:
         return None
-    row, cosine, ratio, share = tally.worst_row
-    coordinates = axes.coordinates(_unravel(row * columns, actual.shape))
-    return WorstRow(tuple(pair for pair in coordinates if pair[0] != axes.names[-1]), cosine, ratio, share)
+    coordinates = axes.coordinates(_unravel(row.start, actual.shape))
+    named = tuple(pair for pair in coordinates if pair[0] != axes.names[-1])
+    return WorstRow(named, row.cosine, row.norm_ratio, row.error, row.error_share, row.not_finite)
 
 
 def _unravel(position: int, shape: Sequence[int]) -> tuple[int, ...]:
@@ -404,7 +277,7 @@ def _unravel(position: int, shape: Sequence[int]) -> tuple[int, ...]:
 def element(actual: torch.Tensor, expected: torch.Tensor, position: int, axes: Axes) -> Element:
     """The element at a flat position of both tensors, with its name and ULP distance."""
     index = _unravel(position, actual.shape)
-    left, right = float(actual[index]), float(expected[index])
+    left, right = (int(value) if isinstance(value, bool) else value for value in (actual[index].item(), expected[index].item()))
     return Element(index, axes.coordinates(index), left, right, ulp_distance(left, right, actual.dtype))
 
 
@@ -432,33 +305,38 @@ def ulp_distance(left: float, right: float, dtype: torch.dtype) -> int | None:
     return abs(ordinal(left) - ordinal(right))
 
 
-def _clusters(tally: _Tally, axes: Axes, columns: int, actual: torch.Tensor) -> tuple[Cluster, ...]:
-    """Where mismatches are along every axis of the output itself."""
-    if not tally.by_row:
-        return ()
+def _clusters(found: Tally, axes: Axes, actual: torch.Tensor) -> tuple[Cluster, ...]:
+    """Where mismatches are along every axis of the output itself: in elements, or in rows where any row fails as a whole only."""
     shape = actual.shape
-    counts: list[dict[int, int]] = [{} for _ in shape]
-    groups: dict[int, int] = {}
-    for row, count in tally.by_row.items():
-        index = _unravel(row * columns, shape)
+    if not found.by_row or not shape:
+        return ()
+    unit = "rows" if 0 in found.by_row.values() else "elements"
+    row_size = 1 if unit == "rows" else shape[-1]
+    pieces = found.rows * shape[-1] // actual.numel() if unit == "rows" else 1
+    counts: list[Counter[int]] = [Counter() for _ in shape]
+    groups: Counter[int] = Counter()
+    for start, mismatches in found.by_row.items():
+        index, count = _unravel(start, shape), 1 if unit == "rows" else mismatches
         for axis in range(len(shape) - 1):
-            place = axes._whole(axis, index[axis])
-            counts[axis][place] = counts[axis].get(place, 0) + count
+            counts[axis][axes.whole(axis, index[axis])] += count
         if axes.group_name is not None:
-            groups[axes.groups[index[0]]] = groups.get(axes.groups[index[0]], 0) + count
-    found = []
+            groups[axes.groups[index[0]]] += count
+    # What one index of the first axis holds, then what one of each other axis holds.
+    per_row = actual.numel() // (shape[0] * shape[-1]) * row_size * pieces
+    clusters = []
     if axes.group_name is not None:
-        extent = len(set(axes.groups))
-        found.append(_cluster(axes.group_name, groups, extent, actual.numel() // extent))
+        sizes = {group: rows * per_row for group, rows in Counter(axes.groups).items()}
+        clusters.append(_cluster(axes.group_name, groups, len(sizes), sizes, unit))
     for axis, name in enumerate(axes.names[:-1]):
-        found.append(_cluster(name, counts[axis], shape[axis], actual.numel() // shape[axis]))
-    if columns == shape[-1]:
-        by_column = {position: count for position, count in enumerate(tally.by_column.tolist()) if count}
-        last = {axes._whole(len(shape) - 1, position): count for position, count in by_column.items()}
-        found.append(_cluster(axes.names[-1], last, shape[-1], actual.numel() // shape[-1]))
-    return tuple(found)
+        size = actual.numel() // (shape[axis] * shape[-1]) * row_size * pieces
+        clusters.append(_cluster(name, counts[axis], shape[axis], dict.fromkeys(counts[axis], size), unit))
+    if unit == "elements" and columns_of(actual) is not None:
+        axis = len(shape) - 1
+        last = Counter({axes.whole(axis, place): count for place, count in enumerate(found.by_column.tolist()) if count})
+        clusters.append(_cluster(axes.names[-1], last, shape[-1], dict.fromkeys(last, actual.numel() // shape[-1]), unit))
+    return tuple(clusters)
 
 
-def _cluster(axis: str, counts: dict[int, int], extent: int, elements: int) -> Cluster:
+def _cluster(axis: str, counts: Counter[int], extent: int, sizes: dict[int, int], unit: str) -> Cluster:
     top = sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))[:TOP_CLUSTERS]
-    return Cluster(axis, len(counts), extent, tuple((index, count, elements) for index, count in top))
+    return Cluster(axis, len(counts), extent, tuple((index, count, sizes[index]) for index, count in top), unit=unit)

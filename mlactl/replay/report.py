@@ -50,7 +50,10 @@ class Bisection:
 
 @dataclass(frozen=True, slots=True)
 class CallReport:
-    """Everything about one capture (or one merged DCP group, or one pair of files)."""
+    """Everything about one capture (or one merged DCP group, or one pair of files).
+
+    `findings` are mismatches that are no comparison: a tensor or a capture that only one side has.
+    """
 
     name: str
     status: str
@@ -64,6 +67,7 @@ class CallReport:
     message: str | None = None
     hint: str | None = None
     seconds: float = 0.0
+    findings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,16 +102,27 @@ class Report:
         if not self.counts[MATCH] + self.counts[MISMATCH] + self.counts[ERROR]:
             meaning = "nothing was compared"
         parts = ", ".join(f"{count} {status}" for status, count in self.counts.items() if count)
+        if self.counts[NOTHING] and self.exit_code != 2:
+            meaning += f"; not compared: {_few([call.name for call in self.calls if call.status == NOTHING])}"
         skipped = f", {self.skipped} not run" if self.skipped else ""
         word = ("OK", "FAIL", "ERROR")[self.exit_code]
         return f"{word}: {named}: {parts or 'none'}{skipped} (exit {self.exit_code}: {meaning})"
 
 
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
 def number(value: float | None) -> float | str | None:
-    """A float JSON can hold: NaN and infinities as words."""
+    """A number JSON can hold: NaN and infinities as words. Integers stay integers."""
     if value is None or math.isfinite(value):
         return value
     return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
+
+
+def statistic(value: float | None) -> float | str | None:
+    """A number over many elements; null where some of them are not finite, whose count stands beside it."""
+    return None if value is None or math.isnan(value) else number(value)
 
 
 def report_json(report: Report) -> dict[str, Any]:
@@ -141,12 +156,14 @@ def call_json(call: CallReport) -> dict[str, Any]:
         "inferred_clusters": [_cluster(item) for item in call.inferred],
         "determinism": call.determinism,
         "reproduce": call.command,
+        "findings": list(call.findings),
         "notes": list(call.notes),
         "bisection": _bisection(call.bisection),
     }
 
 
 def _comparison(item: Comparison) -> dict[str, Any]:
+    failing = item.failing
     return {
         "name": item.name,
         "status": item.status,
@@ -156,10 +173,12 @@ def _comparison(item: Comparison) -> dict[str, Any]:
         "elements": item.elements,
         "bad_rows": item.bad_rows,
         "rows": item.rows,
-        "max_abs": number(item.max_abs),
-        "max_rel": number(item.max_rel),
-        "cosine": number(item.cosine),
-        "norm_deviation": number(item.norm_deviation),
+        "bad_rows_by": {"element": failing.element, "cosine": failing.cosine, "norm": failing.norm, "not_finite": failing.not_finite},
+        "not_finite": item.not_finite,
+        "max_abs": statistic(item.max_abs),
+        "max_rel": statistic(item.max_rel),
+        "cosine": statistic(item.cosine),
+        "norm_deviation": statistic(item.norm_deviation),
         "smallest_tolerance": item.needed.as_json() if item.needed is not None else None,
         "smallest_tolerance_factor": number(item.needed_factor),
         "tolerance": item.tolerance.as_json(),
@@ -190,14 +209,16 @@ def _row(item: WorstRow | None) -> dict[str, Any] | None:
         return None
     return {
         "coordinates": dict(item.coordinates),
-        "cosine": number(item.cosine),
-        "norm_ratio": number(item.norm_ratio),
-        "largest_error_share": number(item.largest_error_share),
+        "cosine": statistic(item.cosine),
+        "norm_ratio": statistic(item.norm_ratio),
+        "largest_error": statistic(item.largest_error),
+        "largest_error_share": statistic(item.largest_error_share),
+        "not_finite": item.not_finite,
     }
 
 
 def _cluster(item: Cluster) -> dict[str, Any]:
-    top = [{"index": index, "mismatches": count, "elements": elements} for index, count, elements in item.top]
+    top = [{"index": index, "mismatches": count, item.unit: size} for index, count, size in item.top]
     return {"axis": item.axis, "indices": item.indices, "extent": item.extent, "top": top, "inferred": item.inferred, "note": item.note}
 
 
@@ -219,40 +240,61 @@ def _bisection(item: Bisection | None) -> dict[str, Any] | None:
 
 
 def junit(report: Report) -> str:
-    """The report as JUnit XML: one case per compared output, failures with the worst element, errors for what could not be used."""
+    """The report as JUnit XML: a case for every compared output and every finding, with everything known about those that fail.
+
+    Whatever makes the exit code is a failure or an error here. Names of any bytes are spelled out: XML holds no control
+    characters and no lone surrogates.
+    """
     from xml.etree import ElementTree as Xml
+
+    from mlactl.printable import safe, safe_lines
 
     suites = Xml.Element("testsuites")
     suite = Xml.SubElement(suites, "testsuite", name=f"mlactl.{report.command}")
-    totals = {"tests": 0, "failures": 0, "errors": 0, "skipped": 0}
-    for call in report.calls:
-        for case_name, comparison in _cases(call):
-            totals["tests"] += 1
-            case = Xml.SubElement(suite, "testcase", classname=call.name, name=case_name, time=f"{call.seconds:.3f}")
-            if comparison is None:
-                kind = "skipped" if call.status == NOTHING else "error"
-                totals["skipped" if kind == "skipped" else "errors"] += 1
-                Xml.SubElement(case, kind, message=call.message or call.status)
-            elif not comparison.matches:
-                totals["failures"] += 1
-                failure = Xml.SubElement(case, "failure", message=summary(comparison))
-                failure.text = "\n".join(
-                    [*comparison.notes, *(f"inferred: {item.note}" for item in call.inferred if item.note), f"reproduce: {call.command}"]
-                )
-    for key, value in totals.items():
-        suite.set(key, str(value))
+    kinds = []
+    for call in _with_skipped(report):
+        about = [f"{name}: {text}" for name, text in call.provenance] + [f"note: {note}" for note in call.notes]
+        for name, kind, message, lines in _cases(call):
+            kinds.append(kind)
+            case = Xml.SubElement(suite, "testcase", classname=safe(call.name), name=safe(name), time=f"{call.seconds:.3f}")
+            if kind:
+                Xml.SubElement(case, kind, message=safe(message)).text = safe_lines("\n".join(lines)) or None
+            if about:
+                Xml.SubElement(case, "system-out").text = safe_lines("\n".join(about))
+    for key, kind in (("failures", "failure"), ("errors", "error"), ("skipped", "skipped")):
+        suite.set(key, str(kinds.count(kind)))
+    suite.set("tests", str(len(kinds)))
     Xml.indent(suites)
     return '<?xml version="1.0" encoding="utf-8"?>\n' + Xml.tostring(suites, encoding="unicode") + "\n"
 
 
-def _cases(call: CallReport) -> Sequence[tuple[str, Comparison | None]]:
-    found: list[tuple[str, Comparison | None]] = [
-        (f"{pair.left} against {pair.right}: {item.name}", item) for pair in call.pairs for item in pair.comparisons
-    ]
-    return found or [(call.status, None)]
+def _with_skipped(report: Report) -> tuple[CallReport, ...]:
+    if not report.skipped:
+        return report.calls
+    return (*report.calls, CallReport("not run", NOTHING, (), message=f"{report.skipped} not run after one that failed"))
 
 
-def summary(item: Comparison) -> str:
-    """One line about a comparison that fails."""
-    where = f"; worst at {item.worst.where()}: {item.worst.actual:.6g}, expected {item.worst.expected:.6g}" if item.worst is not None else ""
-    return f"{item.name}: {item.mismatches:,} of {item.elements:,} elements and {item.bad_rows:,} of {item.rows:,} rows are wrong{where}"
+_Case = tuple[str, str, str, list[str]]
+"""Name, kind (failure, error, skipped, or nothing where it passes), message and further lines of one case."""
+
+
+def _cases(call: CallReport) -> list[_Case]:
+    from mlactl.replay.wording import bisection_lines, detail_lines, summary
+
+    after = [f"inferred: {item.note}" for item in call.inferred if item.note]
+    if call.bisection is not None:
+        after += [f"bisect: {call.bisection.verdict}", *(f"{label} {text}".strip() for label, text in bisection_lines(call.bisection))]
+    if call.command:
+        after.append(f"reproduce: {call.command}")
+    cases: list[_Case] = []
+    for pair in call.pairs:
+        for item in pair.comparisons:
+            name = f"{pair.left} against {pair.right}: {item.name}"
+            lines = [f"{label}: {text}" if label else text for label, text in detail_lines(item)]
+            cases.append((name, "", "", []) if item.matches else (name, "failure", summary(item), lines + after))
+    cases += [(finding, "failure", finding, after) for finding in call.findings]
+    # What is not said by a comparison or a finding is said by the call: nothing that sets the exit code may be missing here.
+    kind = {ERROR: "error", MISMATCH: "failure", NOTHING: "skipped"}.get(call.status, "")
+    if not any(case[1] == kind for case in cases):
+        cases.append((call.status, kind, call.message or call.status, [call.hint] if call.hint else []))
+    return cases

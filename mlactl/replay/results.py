@@ -25,6 +25,10 @@ class Strictness:
     row: float | None = None
     allow_nan: bool = False
 
+    def require(self) -> None:
+        """Raises UsageError for a tolerance that is none, before anything was read."""
+        tolerances.require(atol=self.atol, rtol=self.rtol, row=self.row)
+
 
 def natural_lse(lse: torch.Tensor, base: str) -> torch.Tensor:
     """A log-sum-exp as natural logarithm, from the base it was declared in."""
@@ -37,6 +41,12 @@ def call_axes(capture: Capture, rows: Sequence[int] | None = None, heads: Sequen
     kept = tuple(rows) if rows is not None else tuple(range(capture.rows))
     origin = (kept if rows is not None else None, tuple(heads) if heads is not None else None)
     return Axes(("row", "head", "dim"), "request", tuple(requests[row] for row in kept), origin)
+
+
+def output_tolerance(record: str, mode: str, options: Strictness, *, merged: bool = False) -> tolerances.Tolerance:
+    """What an output is held to: the table's tolerance, or what a person typed."""
+    base = tolerances.for_merged_output() if merged else tolerances.for_output(record, mode)
+    return tolerances.overridden(base, atol=options.atol, rtol=options.rtol, row=options.row)
 
 
 def result_comparisons(
@@ -52,8 +62,7 @@ def result_comparisons(
     """Output and LSE pairs (judged, right) against the table's tolerances, LSE apart; both LSEs natural."""
     found = []
     if output is not None:
-        base = tolerances.for_merged_output() if merged else tolerances.for_output(record, mode)
-        tolerance = tolerances.overridden(base, atol=options.atol, rtol=options.rtol, row=options.row)
+        tolerance = output_tolerance(record, mode, options, merged=merged)
         found.append(compare(output[0], output[1], tolerance, name="output", axes=axes, allow_nan=options.allow_nan))
     if lse is not None:
         # A tolerance typed for the output says nothing about LSE.

@@ -38,6 +38,15 @@ class Tolerance:
         parts = [f"{name} {value:.3g}" for name, value in (("atol", self.atol), ("rtol", self.rtol), ("row", self.row)) if value]
         return " ".join(parts) or "exact"
 
+    def elements_exact(self) -> bool:
+        """Whether elements must be equal."""
+        return not (self.atol or self.rtol or self.row)
+
+    def limits(self) -> str:
+        """All of its limits in a few words: `row 0.01 cosine 0.9999 norm 0.005`."""
+        rows = [f"{name} {value:g}" for name, value in (("cosine", self.cosine), ("norm", self.norm)) if value is not None]
+        return " ".join([self.text(), *rows])
+
     def as_json(self) -> dict[str, Any]:
         """All of its fields by name."""
         return {
@@ -91,14 +100,17 @@ def for_dtype(dtype: str) -> Tolerance:
 
 def overridden(base: Tolerance, *, atol: float | None = None, rtol: float | None = None, row: float | None = None) -> Tolerance:
     """`base` with the values a person gave instead; raises UsageError for one that is negative or no number."""
-    given = {name: value for name, value in (("atol", atol), ("rtol", rtol), ("row", row)) if value is not None}
-    for name, value in given.items():
-        if not value >= 0 or value == float("inf"):
-            option = "row-tol" if name == "row" else name
-            raise UsageError(f"--{option} {value:g} is no tolerance, it must be a finite number of at least 0", hint=f"--{option} 0.01")
-    if not given:
+    require(atol=atol, rtol=rtol, row=row)
+    if atol is None and rtol is None and row is None:
         return base
     # Whoever sets one value wants that one, not the largest of it and the defaults.
     return replace(
         base, name="command line", reason="given on the command line", atol=atol or 0.0, rtol=rtol or 0.0, row=row or 0.0, cosine=None, norm=None
     )
+
+
+def require(*, atol: float | None = None, rtol: float | None = None, row: float | None = None) -> None:
+    """Raises UsageError, in the words of the command line, for a tolerance that is negative, infinite or no number."""
+    for option, value, example in (("--atol", atol, "1e-3"), ("--rtol", rtol, "1e-3"), ("--row-tol", row, "0.01")):
+        if value is not None and not 0 <= value < float("inf"):
+            raise UsageError(f"{option} {value:g} is no tolerance, expected a finite number of at least 0", hint=f"{option} {example}")
