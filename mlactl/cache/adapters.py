@@ -113,3 +113,17 @@ def _has_b12x_files(path: Path, names: list[str]) -> bool:
             except OSError:
                 continue
     return False
+
+
+def require_own(layers: roots.Roots) -> None:
+    """Refuses to treat another tool's root as ours: publishing there would make it a cache of both kinds. Raises UsageError."""
+    for layer in layers.layers:
+        try:
+            names = sorted(os.listdir(layer.path))
+        except OSError:
+            continue  # whoever reads or writes it next says what is wrong with it
+        if roots.LAYOUT not in names and _has_b12x_files(layer.path, names):
+            raise UsageError(
+                f"{layer.path} is a b12x cache, expected one of mlactl's own",
+                hint="name another root: --cache-dir DIR or MLACTL_CACHE_DIR; mlactl cache ls --all-roots shows what is on this node",
+            )

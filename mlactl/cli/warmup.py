@@ -58,9 +58,12 @@ def warmup(
 
 
 def _warn_of_roots(out: Output, cache_dir: str | None) -> None:
+    from mlactl.cache.adapters import require_own
     from mlactl.cache.roots import resolve, warnings
 
-    for text in warnings(resolve(cache_dir)):
+    found = resolve(cache_dir)
+    require_own(found)
+    for text in warnings(found):
         out.warn(text)
 
 

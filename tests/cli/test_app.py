@@ -333,3 +333,11 @@ def test_the_installed_script_is_this_program():
     script = Path(sys.executable).parent / "mlactl"
     done = subprocess.run([script, "--version"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout.split()[0]) == (0, "mlactl")
+
+
+def test_ctrl_c_while_modules_are_imported_is_exit_130(tmp_path):
+    """It printed a traceback: nobody had taken over yet."""
+    (tmp_path / "typer.py").write_text("raise KeyboardInterrupt")
+    script = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from mlactl.cli.start import main; sys.exit(main())"
+    done = subprocess.run([sys.executable, "-c", script, "--help"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")

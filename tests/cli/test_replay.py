@@ -278,7 +278,7 @@ def test_an_import_names_what_it_refuses_and_the_next_step(inside, tmp_path):
         (("replay", EXAMPLES, "--repeats", "-1"), "--repeats -1: at least 1 is needed"),
         (("replay", EXAMPLES, "--smallest", "x"), "--smallest is where --bisect writes"),
         (("replay", ""), "an empty name was given, expected a capture or a folder of them"),
-        (("replay", EXAMPLES, "--junit", "/nowhere/x.xml"), "/nowhere: no such file or directory"),
+        (("replay", EXAMPLES, "--junit", "/nowhere/x.xml"), "/nowhere/x.xml: there is no folder /nowhere"),
         (("replay", EXAMPLES, "--junit", EXAMPLES), "is a folder, expected a file to write"),
         (("replay", EXAMPLES, "--junit", "/dev/full"), "/dev/full: is a device, expected a file to write"),
         (("replay", EXAMPLES, "--save", "/proc/nope"), "no file can be written there"),

@@ -578,3 +578,16 @@ def test_keys_are_completed_from_the_cache(tiny, warm):
     assert complete("") == keys
     assert complete(keys[0][:6]) == [key for key in keys if key.startswith(keys[0][:6])]
     assert complete("zz") == []
+
+
+def test_a_root_of_b12x_is_not_warmed(tiny):
+    """Objects published there would leave a folder that is a cache of both tools, which neither lists any more."""
+    key = "ab" * 32
+    (tiny.cache_dir / key[:2]).mkdir(parents=True)
+    (tiny.cache_dir / key[:2] / f"{key}.o").write_bytes(b"x")
+    for more in ((), ("--check",), ("--dry-run",)):
+        done = tiny(*WARMUP, *more)
+        assert (done.code, done.stdout) == (2, "")
+        assert f"{tiny.cache_dir} is a b12x cache, expected one of mlactl's own\n" in done.stderr
+        assert "hint: name another root: --cache-dir DIR or MLACTL_CACHE_DIR" in done.stderr
+    assert sorted(path.name for path in tiny.cache_dir.iterdir()) == [key[:2]]

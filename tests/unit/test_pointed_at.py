@@ -34,7 +34,7 @@ def test_what_is_no_regular_file(tmp_path):
 def test_targets_that_cannot_be_written(tmp_path):
     (tmp_path / "file").touch()
     for name, kind, words in (
-        ("absent/x", CannotRun, "absent: no such file or directory"),
+        ("absent/x", CannotRun, "there is no folder"),
         ("file/x", CannotRun, "not a directory"),
         (".", UsageError, "is a folder, expected a file to write"),
     ):
