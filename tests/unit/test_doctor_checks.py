@@ -15,7 +15,7 @@ from fabricated import CU12, HERE, OLDER, put
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "store"))
 from users import ME, NOBODY, as_root
 
-from mlactl.cache import machine_code, roots
+from mlactl.cache import locks, machine_code, roots
 from mlactl.cache import toolchain as toolchains
 from mlactl.doctor import cache_roots, compiling, environment, loading, objects, situation
 from mlactl.doctor.findings import Severity
@@ -309,6 +309,11 @@ def test_a_root_that_others_may_write_is_fatal_and_a_layer_an_error(root, tmp_pa
     own = tmp_path / "own"
     put(own, MERGE)
     assert [row[:2] for row in told(cache_roots.check(at(f"{own}:{root}")))] == [("error", "untrusted-root")]
+    # Either way round: what decides is whether another layer has objects, or a miss can compile.
+    assert [row[:2] for row in told(cache_roots.check(at(f"{root}:{own}")))] == [("error", "untrusted-root")]
+    assert [row[:2] for row in told(cache_roots.check(at(f":{root}")))] == [("fatal", "untrusted-root")]
+    empty = at(f"{tmp_path}/empty:{root}", {"MLACTL_FROZEN": ""})
+    assert [row[:2] for row in told(cache_roots.check(empty))] == [("notice", "root-absent"), ("error", "untrusted-root")]
 
 
 def test_an_exempt_root_is_told(root, monkeypatch):
@@ -455,18 +460,47 @@ def test_damage_quarantine_and_residue(root):
     files[2].with_suffix(".json").rename(files[2].with_suffix(".quarantined"))
     files[2].with_name(f"{keys[2]}.4711-0badcafe.tmp").write_bytes(b"x")
     found = list(cache_roots.check(at(root)))
+    aside = "1 quarantined entry, which no launch loads; a warmup puts another object in its place, never the same one"
     assert told(found) == [
         ("error", "damaged", f"{root}: damaged entries, each a miss at launch: 1 no-object, 1 size"),
-        (
-            "warning",
-            "quarantined",
-            f"{root}: 1 quarantined entry, which no launch loads; a warmup puts another object in its place, never the same one",
-        ),
+        ("warning", "quarantined", f"{root}: {aside}"),
         ("notice", "residue", f"{root}: 1 temporary of writers that did not finish"),
     ]
+    assert [row[1] for row in told(cache_roots.check(at(f":{root}")))] == ["damaged", "quarantined", "residue"]
+    assert fix_of(cache_roots.check(at(f":{root}")), "residue")[1] == f"mlactl cache prune --cache-dir {root} --status temp"
     fix = "mlactl warmup --profile NAME; mlactl cache verify --repair; mlactl cache prune --status no-object --status size --dry-run"
     assert fix_of(found, "damaged") == ("entries with status ok", fix)
     assert fix_of(found, "residue")[1] == "mlactl cache prune --status temp"
+
+
+def test_what_a_killed_import_left_is_named_with_its_size(root):
+    """It may be as large as the bundle, and no listing showed it."""
+    put(root, MERGE)
+    spool = root / "v1" / "import.spool"
+    spool.mkdir()
+    for number in range(3):
+        (spool / f"{number}.so").write_bytes(bytes(1 << 20))
+    found = list(cache_roots.check(at(root)))
+    assert told(found) == [("notice", "import-spool", f"{spool}: 3.0 MiB in 3 files of an import that did not finish")]
+    assert fix_of(found, "import-spool")[1] == "mlactl cache prune --status temp; the next import removes it too"
+    assert fix_of(cache_roots.check(at(f":{root}")), "import-spool")[1].startswith(f"mlactl cache prune --cache-dir {root} --status temp")
+
+
+def test_the_spool_of_an_import_at_work_is_no_finding(root):
+    put(root, MERGE)
+    (root / "v1" / "import.spool").mkdir()
+    layer = at(root).layers[0].layer
+    with locks.import_lock(layer, wait_s=0.0, on_wait=lambda _: None):
+        assert told(cache_roots.check(at(root))) == []
+    assert [row[1] for row in told(cache_roots.check(at(root)))] == ["import-spool"]
+
+
+def test_something_else_in_the_place_of_the_spool_stops_imports(root):
+    put(root, MERGE)
+    spool = root / "v1" / "import.spool"
+    spool.symlink_to(root)
+    words = f"{spool} is a symbolic link: no import into this root is possible"
+    assert told(cache_roots.check(at(root))) == [("warning", "import-spool", words)]
 
 
 def test_b12x_caches_of_several_eras(root, tmp_path, monkeypatch):
@@ -478,6 +512,10 @@ def test_b12x_caches_of_several_eras(root, tmp_path, monkeypatch):
     assert (severity, check) == ("notice", "several-eras")
     assert f"{tmp_path}/.cache/b12x/compile" in what
     assert f"{tmp_path}/.cache/sparkinfer/compile" in what
+    assert (
+        fix_of(cache_roots.check(at(root, {"HOME": str(tmp_path)})), "several-eras")[1]
+        == "mlactl cache ls --all-roots names the command that prunes each"
+    )
     monkeypatch.setattr(roots, "filesystem", lambda path: "nfs" if ".cache/b12x" in str(path) else "ext4")
     assert told(cache_roots.check(at(root, {"HOME": str(tmp_path)})))[0] == (
         "warning", "network", f"the b12x cache {tmp_path}/.cache/b12x/compile is on a network filesystem (nfs)",
