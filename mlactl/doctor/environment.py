@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from mlactl.cache.foreign.b12x import roots as b12x
 from mlactl.doctor import visible
 from mlactl.doctor.findings import Finding, Severity
-from mlactl.doctor.node import Gpu
+from mlactl.doctor.node import PROHIBITED, Gpu
 from mlactl.doctor.situation import Situation
 from mlactl.kernels.compiler import CODE_VARIABLES
 
@@ -186,7 +186,7 @@ def _unusable(gpu: Gpu) -> str:
         return f"does not answer: {gpu.problem}"
     if gpu.arch is None:
         return f"({gpu.name}) has compute capability {gpu.capability[0]}.{gpu.capability[1]}, which is not supported"
-    return "is in compute mode Prohibited"
+    return "is in compute mode Prohibited" if gpu.compute_mode == PROHIBITED else "is divided (MIG) and has no slice"
 
 
 def _others(environ: Mapping[str, str]) -> Iterator[Finding]:

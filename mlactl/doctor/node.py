@@ -31,8 +31,8 @@ class Gpu:
 
     @property
     def usable(self) -> bool:
-        """Whether there are objects for it and processes may use it."""
-        return self.arch is not None and self.compute_mode != PROHIBITED
+        """Whether there are objects for it and processes may use it: of a divided one (MIG), a slice."""
+        return self.arch is not None and self.compute_mode != PROHIBITED and not (self.mig and self.slices == ())
 
     @property
     def arch(self) -> str | None:

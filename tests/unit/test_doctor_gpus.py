@@ -95,6 +95,11 @@ def test_compute_modes_and_divided_cards():
     assert bad(node(PRO_6000, compute_mode=2)) == [("fatal", "compute-mode", prohibited)]
     mixed = Node("580", 13000, (Gpu(0, *PRO_6000, compute_mode=2), Gpu(1, *PRO_6000)))
     assert bad(mixed) == [("error", "compute-mode", prohibited)]
+    # A card that there are no objects for is no help.
+    none = Node("580", 13000, (Gpu(0, *PRO_6000, compute_mode=2), Gpu(1, *B200)))
+    assert [row[:2] for row in bad(none)] == [("warning", "unsupported-gpu"), ("fatal", "compute-mode")]
+    empty = "GPU 0 is divided (MIG) and has no slice: no process can use it"
+    assert bad(node(PRO_6000, mig=True, slices=())) == [("fatal", "mig", empty)]
     assert check(mixed)[-1].fix == "nvidia-smi -i 0 -c DEFAULT"
     assert bad(node(PRO_6000, compute_mode=3)) == [
         ("notice", "compute-mode", "GPU 0 is in compute mode Exclusive_Process: a second process on it fails")

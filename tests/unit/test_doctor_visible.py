@@ -94,10 +94,11 @@ NARROWED = ("notice", "narrows what a launch sees; the GPUs above are all of the
         ("GPU-7", TWO, "GPU-7 ends the list: no GPU has that UUID", "0,1"),
         ("MIG-11", TWO, "MIG-11 is no slice of this node: no GPU is divided (MIG)", "0,1"),
         ("0", CLOSED, "GPU 0 is in compute mode Prohibited", "1"),
+        ("0", Node("580", 13000, (Gpu(0, *PRO_6000, mig=True, slices=()), Gpu(1, *PRO_6000))), "GPU 0 is divided (MIG) and has no slice", "1"),
         ("GPU-0", node(B200, PRO_6000), "GPU 0 (NVIDIA B200) has compute capability 10.0, which is not supported", "1"),
         ("0,7", CLOSED, "7 ends the list: there is no such GPU, the last is 1; GPU 0 is in compute mode Prohibited", "1"),
     ],
-    ids=["index", "uuid", "slice", "prohibited", "unsupported", "ended"],
+    ids=["index", "uuid", "slice", "prohibited", "no-slice", "unsupported", "ended"],
 )
 def test_a_list_that_leaves_no_usable_gpu_is_fatal(value, of, left, fix):
     """It was a notice, and the launch behind it could not work."""
