@@ -11,15 +11,26 @@ B200 = ("NVIDIA B200", (10, 0))
 
 def node(*cards, cuda=13000, **options) -> Node:
     """A node of these cards, each (name, capability)."""
-    return Node("580.95.05", cuda, tuple(Gpu(index, name, capability, **options) for index, (name, capability) in enumerate(cards)))
+    gpus = (Gpu(index, name, capability, **{"uuid": uuid(index), **options}) for index, (name, capability) in enumerate(cards))
+    return Node("580.95.05", cuda, tuple(gpus))
+
+
+def uuid(index) -> str:
+    """Of GPU 1: GPU-1a0e…"""
+    return f"GPU-{index}a0e0f6c-1a0c-4c51-9a3c-0123456789ab"
 
 
 class NVMLError(Exception):
-    pass
+    def __init__(self, message="", value=3):
+        super().__init__(message)
+        self.value = value
 
 
-def nvml(cards, *, failing=(), modes=(), mig=(), driver="580.95.05", cuda=13000):
-    """nvidia-ml-py over these cards; `failing` names functions, or (function, index), that raise; a None card does not answer."""
+def nvml(cards, *, failing=(), modes=(), mig=(), slices=(), driver="580.95.05", cuda=13000):
+    """nvidia-ml-py over these cards; `failing` names functions, or (function, index), that raise; a None card does not answer.
+
+    `slices` has (card, number, UUID, GPU instance, compute instance) of each slice of the `mig` cards.
+    """
     state = SimpleNamespace(open=0)
 
     def called(name, index=None):
@@ -52,8 +63,27 @@ def nvml(cards, *, failing=(), modes=(), mig=(), driver="580.95.05", cuda=13000)
         called(name)
         return value
 
+    def slice_handle(index, number):
+        called("slices", index)
+        if (index, number) not in [one[:2] for one in slices]:
+            raise NVMLError("Not Found", 6)
+        return index, number
+
+    def slice_of(handle):
+        return next(one for one in slices if one[:2] == handle)
+
+    def uuid_of(handle):
+        called("uuid", handle)
+        return slice_of(handle)[2] if isinstance(handle, tuple) else uuid(handle)
+
     return SimpleNamespace(
         NVMLError=NVMLError,
+        NVML_ERROR_NOT_FOUND=6,
+        nvmlDeviceGetUUID=uuid_of,
+        nvmlDeviceGetMaxMigDeviceCount=lambda index: 7,
+        nvmlDeviceGetMigDeviceHandleByIndex=slice_handle,
+        nvmlDeviceGetGpuInstanceId=lambda handle: slice_of(handle)[3],
+        nvmlDeviceGetComputeInstanceId=lambda handle: slice_of(handle)[4],
         state=state,
         nvmlInit=init,
         nvmlShutdown=shutdown,

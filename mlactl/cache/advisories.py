@@ -224,6 +224,27 @@ def hits(advisories: Iterable[Advisory], spec: SpecView, kind: str) -> tuple[Hit
     return tuple(found)
 
 
+IDENTITY_REPLAY = "identity-replay"
+
+
+def takes_outer_scale(spec: SpecView, kind: str) -> bool:
+    """Whether facts say static NVFP4 records that are restored by an outer scale, whatever else they say of it.
+
+    Those are the kernels, `where` and `unless` of the identity-replay cases of a cache of that kind; facts that are silent or
+    unreadable say no.
+    """
+    facts = dict(spec.facts)
+    return any(
+        case.format == kind
+        and any(kernel_matches(spec.kernel_id, name) for name in case.kernels)
+        and all(fact in facts and _among(facts[fact], values) for fact, values in case.where.items())
+        and not any(fact in facts and _among(facts[fact], values) for fact, values in case.unless.items())
+        for advisory in bundled().advisories
+        if advisory.id == IDENTITY_REPLAY
+        for case in advisory.case
+    )
+
+
 def _hit(advisory: Advisory, case: Case, spec: SpecView, kind: str) -> Hit | None:
     facts = dict(spec.facts)
     if case.format != kind or not any(kernel_matches(spec.kernel_id, name) for name in case.kernels) or not in_range(spec.version, case.versions):

@@ -10,11 +10,13 @@ from __future__ import annotations
 import os
 import pwd
 import re
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from mlactl.cache import roots
+from mlactl.cache.adapter import RootKind
 from mlactl.cache.foreign.b12x import roots as b12x
 from mlactl.errors import MlactlError
 
@@ -29,8 +31,8 @@ Rule = Callable[[tuple[str, ...]], str | None]
 class Place:
     """One folder a tool may keep its cache in.
 
-    `source` is the variable or option that names it, or `default`; `noun` what `rule` counts. `prune` is the command that
-    prunes it, None where mlactl must not: other tools' formats, and read-only layers of ours.
+    `source` is the variable or option that names it, or `default`; `noun` what `rule` counts. `prune` is a command, as it would
+    be typed, that shows what pruning it removes; None where mlactl must not: other tools' formats, and read-only layers of ours.
     """
 
     tool: str
@@ -60,7 +62,7 @@ def _ours(environ: Mapping[str, str], cache_dir: str | None) -> list[Place]:
             source,
             "objects",
             _our_entry,
-            "mlactl cache prune" if layer.writable else None,
+            _prunes("mlactl", layer.path) if layer.writable else None,
             "" if layer.writable else "read-only layer",
         )
         for layer in layers
@@ -75,11 +77,20 @@ def _b12x(environ: Mapping[str, str]) -> list[Place]:
             DEFAULT if item.variable == "HOME" else item.variable,
             "objects",
             _b12x_entry,
-            "mlactl cache prune --root-kind b12x",
+            _prunes("b12x", _absolute(item.path)),
             item.era,
         )
         for item in b12x.candidates(environ)
     ]
+
+
+def _prunes(kind: str, path: Path) -> str | None:
+    """Names kind and root: the environment may lead elsewhere, and of several eras' b12x roots the newest is taken."""
+    if ":" in str(path):
+        return None  # `--cache-dir` takes it for a list
+    # A foreign root has no default selection.
+    selector = " --unused-for 30d" if kind == RootKind.B12X else ""
+    return f"mlactl cache prune --root-kind {kind} --cache-dir {shlex.quote(str(path))}{selector} --dry-run"
 
 
 def _others(environ: Mapping[str, str]) -> list[Place]:

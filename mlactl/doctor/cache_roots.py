@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import shlex
+import stat
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlactl.cache import publish, roots, trust
+from mlactl.cache import locks, publish, roots, trust
+from mlactl.cache.bundle.merge import SPOOL
 from mlactl.cache.foreign.b12x import roots as b12x
 from mlactl.cache.roots import Layer
 from mlactl.cache.store import Entry, Status
@@ -62,7 +67,7 @@ def _layer(situation: Situation, held: LayerEntries) -> Iterator[Finding]:
         yield from _absent(situation, layer)
         return
     yield from _readable(held)
-    yield from _trusted(held)
+    yield from _trusted(situation, held)
     if layer.writable:
         yield from _writable(situation, layer)
         yield from _room(layer.path)
@@ -120,7 +125,7 @@ def _readable(held: LayerEntries) -> Iterator[Finding]:
         yield Finding("cache", Severity.ERROR, "folder-unreadable", text, "a folder of this root that this user may read", "mlactl cache ls names it")
 
 
-def _trusted(held: LayerEntries) -> Iterator[Finding]:
+def _trusted(situation: Situation, held: LayerEntries) -> Iterator[Finding]:
     """What a load would refuse: an owner or a mode that lets others write code which this user then runs."""
     root = str(held.layer.path)
     if trust.exempt(root):
@@ -129,12 +134,12 @@ def _trusted(held: LayerEntries) -> Iterator[Finding]:
             "cache", Severity.NOTICE, "trust-exempt", f"{root} is trusted whatever its owner ({trust.user_name(info.st_uid)}), by MLACTL_TRUST_ROOT"
         )
         return
-    # A root that refuses every load is as good as none; a layer below may be helped by the one above.
-    severity = Severity.FATAL if held.layer.writable else Severity.ERROR
     try:
         trust.check_folders(held.layer.folder(), root)
     except trust.Untrusted as refused:
-        yield Finding("cache", severity, "untrusted-root", refused.message, "folders that nobody else may write", refused.hint or "")
+        yield Finding(
+            "cache", _refused_root(situation, held), "untrusted-root", refused.message, "folders that nobody else may write", refused.hint or ""
+        )
         return
     buckets: dict[str, trust.Untrusted | None] = {}
     refusals = [found for entry in held.entries if (found := _refusal(entry, buckets)) is not None]
@@ -143,6 +148,22 @@ def _trusted(held: LayerEntries) -> Iterator[Finding]:
         yield Finding(
             "cache", Severity.ERROR, "untrusted-entry", f"{refusals[0].message}{more}", "entries that nobody else may write", refusals[0].hint or ""
         )
+
+
+def _refused_root(situation: Situation, held: LayerEntries) -> Severity:
+    """A root that refuses every load is as good as none, unless another layer has objects or a miss can compile."""
+    if situation.build_node:
+        return Severity.FATAL if held.layer.writable else Severity.ERROR
+    others = {entry.layer for entry in situation.loadable} - {held.layer}
+    return Severity.ERROR if any(_trusts(layer) for layer in others) else situation.missing()
+
+
+def _trusts(layer: Layer) -> bool:
+    try:
+        trust.check_folders(layer.folder(), str(layer.path))
+    except trust.Untrusted:
+        return False
+    return True
 
 
 def _refusal(entry: Entry, buckets: dict[str, trust.Untrusted | None]) -> trust.Untrusted | None:
@@ -216,12 +237,64 @@ def _states(held: LayerEntries) -> Iterator[Finding]:
         )
     if counts[Status.QUARANTINED]:
         number = counted(counts[Status.QUARANTINED], "quarantined entry", "quarantined entries")
-        what = f"{path}: {number}, which no launch loads and no warmup makes anew"
+        what = f"{path}: {number}, which no launch loads; a warmup puts another object in its place, never the same one"
         fix = "mlactl cache ls --status quarantined; mlactl cache show KEY says why; mlactl cache rm KEY"
         yield Finding("cache", Severity.WARNING, "quarantined", what, "none", fix)
     if counts[Status.TEMP]:
         what = f"{path}: {counted(counts[Status.TEMP], 'temporary', 'temporaries')} of writers that did not finish"
-        yield Finding("cache", Severity.NOTICE, "residue", what, "", "mlactl cache prune --status temp")
+        yield Finding("cache", Severity.NOTICE, "residue", what, "", f"mlactl cache prune{_of_layer(held.layer)} --status temp")
+    yield from _spool(held.layer)
+
+
+def _of_layer(layer: Layer) -> str:
+    """What to add to a `mlactl cache` command so that it is about a layer that is not written otherwise."""
+    return "" if layer.writable else f" --cache-dir {shlex.quote(str(layer.path))}"
+
+
+def _spool(layer: Layer) -> Iterator[Finding]:
+    """What an import that was killed left: it may be as large as the bundle, and no listing counts it."""
+    path = Path(layer.folder(), SPOOL)
+    try:
+        mode = path.lstat().st_mode
+    except OSError:
+        return
+    if not stat.S_ISDIR(mode):
+        what = f"{path} is {locks.kind_of(mode)}: no import into this root is possible"
+        yield Finding("cache", Severity.WARNING, "import-spool", what, "a folder or nothing", f"ls -ld {shlex.quote(str(path))}; move it away")
+    elif not _importing(layer):
+        size, files, complete = _below(path)
+        what = f"{path}: {'' if complete else 'at least '}{size / (1 << 20):.1f} MiB in {counted(files, 'file')} of an import that did not finish"
+        yield Finding(
+            "cache", Severity.NOTICE, "import-spool", what, "", f"mlactl cache prune{_of_layer(layer)} --status temp; the next import removes it too"
+        )
+
+
+def _importing(layer: Layer) -> bool:
+    """Whether an import is at work in a layer right now: it holds this lock until its spool is gone."""
+    try:
+        fd = os.open(f"{layer.folder()}/{locks.IMPORT_LOCK}", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    finally:
+        os.close(fd)
+    return False
+
+
+def _below(folder: Path) -> tuple[int, int, bool]:
+    """Bytes and files below a folder, no link followed, and whether all of it could be looked at."""
+    size, files, problems = 0, 0, list[OSError]()
+    for parent, _, names in os.walk(folder, onerror=problems.append):
+        for name in names:
+            with suppress(FileNotFoundError):
+                size += Path(parent, name).lstat().st_size
+                files += 1
+    return size, files, not problems
 
 
 def _foreign(situation: Situation) -> Iterator[Finding]:
@@ -242,6 +315,4 @@ def _foreign(situation: Situation) -> Iterator[Finding]:
     if len({os.path.realpath(item.path) for item in present}) > 1:
         named = ", ".join(f"{item.path} ({item.era})" for item in present)
         what = f"b12x left caches of several eras, of which a release reads one: {named}"
-        yield Finding(
-            "cache", Severity.NOTICE, "several-eras", what, "", "mlactl cache ls --all-roots; mlactl cache prune --root-kind b12x --cache-dir DIR"
-        )
+        yield Finding("cache", Severity.NOTICE, "several-eras", what, "", "mlactl cache ls --all-roots names the command that prunes each")

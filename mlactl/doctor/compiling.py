@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
 from collections import Counter
 from collections.abc import Iterator
-from importlib.util import find_spec
-from pathlib import Path
 
+from mlactl.cache import machine_code
 from mlactl.doctor.findings import Finding, Severity, counted
 from mlactl.doctor.gpus import cuda_text
 from mlactl.doctor.situation import Situation, linker
+from mlactl.errors import EnvironmentUnfit
 
 COMPILER_WHEEL = "pip install 'nvidia-cutlass-dsl[cu13]==4.8.1' apache-tvm-ffi"
 
@@ -19,12 +18,7 @@ def check(situation: Situation) -> Iterator[Finding]:
     """What compiles here, and whether lookups and the driver agree with it."""
     yield from _compiler(situation)
     yield from _linker(situation)
-    found = disassembler()
-    if found is not None:
-        yield Finding("toolchain", Severity.OK, "disassembler", f"nvdisasm: {found}")
-    else:
-        what = "nvdisasm was found neither in the package nvidia-cuda-nvdisasm nor in PATH: cache audit cannot read machine code"
-        yield Finding("toolchain", Severity.WARNING, "disassembler", what, "nvdisasm 13 or newer", "pip install nvidia-cuda-nvdisasm")
+    yield _disassembler()
     yield from _against_cache(situation)
     yield from _against_driver(situation)
 
@@ -55,14 +49,13 @@ def _linker(situation: Situation) -> Iterator[Finding]:
     yield Finding("toolchain", severity, "linker", "no usable ld in PATH: nothing can be compiled", "GNU ld", "apt-get install binutils")
 
 
-def disassembler() -> Path | None:
-    """nvdisasm of the package nvidia-cuda-nvdisasm, else of PATH; imports neither."""
-    package = find_spec("nvidia")
-    for base in (package.submodule_search_locations or []) if package else []:
-        for path in sorted(Path(base).glob("cu*/bin/nvdisasm"), reverse=True):
-            return path
-    found = shutil.which("nvdisasm")
-    return None if found is None else Path(found)
+def _disassembler() -> Finding:
+    """The one that `cache audit` takes, by the same search."""
+    try:
+        return Finding("toolchain", Severity.OK, "disassembler", f"nvdisasm: {machine_code.find_disassembler()}")
+    except EnvironmentUnfit as error:
+        what = f"{error.message}; cache audit goes by facts alone"
+        return Finding("toolchain", Severity.WARNING, "disassembler", what, "nvdisasm 13 or newer", error.hint or "")
 
 
 def _against_cache(situation: Situation) -> Iterator[Finding]:
@@ -98,15 +91,16 @@ def _parts(theirs: tuple[tuple[str, str], ...], ours: tuple[tuple[str, str], ...
 
 
 def _against_driver(situation: Situation) -> Iterator[Finding]:
-    """Machine code of a newer toolkit major than the driver's is not promised to load."""
+    """Machine code of a newer toolkit major than the driver's is not promised to load; what no lookup finds is never loaded."""
     cuda = situation.node.cuda
     if situation.build_node or cuda is None:
         return
-    wanted = [entry.manifest.toolchain.flavour for entry in situation.good if entry.manifest is not None and entry.manifest.arch in situation.arches]
+    wanted = [entry.manifest.toolchain.flavour for entry in situation.loadable if entry.manifest is not None]
     newer = [flavour for flavour in wanted if int(flavour.removeprefix("cu")) > cuda // 1000]
     if newer:
+        # These are found, so that nothing would be compiled in their place; a compiler here makes objects of the same flavour.
         severity = Severity.FATAL if len(newer) == len(wanted) else Severity.ERROR
-        what = f"the driver supports CUDA up to {cuda_text(cuda)}; {len(newer)} of {len(wanted)} objects were made by {max(newer)}"
+        what = f"the driver supports CUDA up to {cuda_text(cuda)}; {len(newer)} of {len(wanted)} objects found here were made by {max(newer)}"
         fix = f"update the driver, or warm on a machine with this driver's flavour: mlactl warmup --profile NAME --arch {situation.arches[0]}"
         yield Finding("toolchain", severity, "driver-too-old", what, f"a driver for CUDA {max(newer).removeprefix('cu')}", fix)
     elif wanted:

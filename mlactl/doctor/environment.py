@@ -10,7 +10,9 @@ from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 
 from mlactl.cache.foreign.b12x import roots as b12x
+from mlactl.doctor import visible
 from mlactl.doctor.findings import Finding, Severity
+from mlactl.doctor.node import PROHIBITED, Gpu
 from mlactl.doctor.situation import Situation
 from mlactl.kernels.compiler import CODE_VARIABLES
 
@@ -151,15 +153,40 @@ def _devices(situation: Situation) -> Iterator[Finding]:
     environ = situation.environ
     if situation.build_node:
         return
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None and (not visible.strip() or visible.strip().startswith("-1")):
-        what = f"CUDA_VISIBLE_DEVICES={visible!r} hides every GPU: a launch in this environment could not work"
-        yield Finding("environment", Severity.FATAL, "visible-devices", what, "indices or UUIDs of GPUs", "unset CUDA_VISIBLE_DEVICES")
-    elif visible is not None:
-        yield _notice("visible-devices", "CUDA_VISIBLE_DEVICES narrows what a launch sees; the GPUs above are all of the node's")
+    if visible.VARIABLE in environ:
+        yield _visible(situation, environ[visible.VARIABLE])
     if environ.get("NVIDIA_VISIBLE_DEVICES") in ("void", "none"):
         what = f"NVIDIA_VISIBLE_DEVICES={environ['NVIDIA_VISIBLE_DEVICES']} gives a container no GPU"
         yield _notice("container-devices", what, "NVIDIA_VISIBLE_DEVICES=all, or the indices meant")
+
+
+def _visible(situation: Situation, value: str) -> Finding:
+    """What CUDA_VISIBLE_DEVICES leaves of the node's GPUs; where there are none, only whether it hides them all."""
+    gpus, seen = situation.node.gpus, situation.visible
+    indices = ",".join(str(gpu.index) for gpu in gpus if gpu.usable)
+    fix = f"{visible.ORDER}=PCI_BUS_ID {visible.VARIABLE}={indices}" if indices else f"unset {visible.VARIABLE}"
+    wanted = "indices or UUIDs of GPUs that objects are made for"
+    if not value.strip() or value.strip().startswith("-1"):
+        what = f"{visible.VARIABLE}={value.strip()[:2]!r} hides every GPU: a launch in this environment could not work"
+        return Finding("environment", Severity.FATAL, "visible-devices", what, wanted, f"unset {visible.VARIABLE}")
+    if gpus and seen.gpus is not None and not any(gpu.usable for gpu in seen.gpus):
+        left = "; ".join(filter(None, [seen.ended, *(f"GPU {gpu.index} {_unusable(gpu)}" for gpu in seen.gpus)]))
+        what = f"{visible.VARIABLE} leaves no GPU that a launch could use: {left}"
+        return Finding("environment", Severity.FATAL, "visible-devices", what, wanted, fix)
+    if gpus and seen.doubt:
+        what = f"{visible.VARIABLE} may leave no GPU that a launch could use: {seen.doubt}"
+        return _warning("visible-devices", what, "indices that mean what nvidia-smi shows, or UUIDs", fix)
+    if gpus and seen.ended:
+        return _warning("visible-devices", f"{visible.VARIABLE} leaves fewer GPUs than it names: {seen.ended}", wanted, fix)
+    return _notice("visible-devices", f"{visible.VARIABLE} narrows what a launch sees; the GPUs above are all of the node's")
+
+
+def _unusable(gpu: Gpu) -> str:
+    if gpu.capability is None:
+        return f"does not answer: {gpu.problem}"
+    if gpu.arch is None:
+        return f"({gpu.name}) has compute capability {gpu.capability[0]}.{gpu.capability[1]}, which is not supported"
+    return "is in compute mode Prohibited" if gpu.compute_mode == PROHIBITED else "is divided (MIG) and has no slice"
 
 
 def _others(environ: Mapping[str, str]) -> Iterator[Finding]:

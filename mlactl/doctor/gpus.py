@@ -53,16 +53,19 @@ def _models(node: Node) -> Iterator[Finding]:
 
 
 def _modes(node: Node) -> Iterator[Finding]:
-    closed = [gpu for gpu in node.gpus if gpu.compute_mode == PROHIBITED]
-    for gpu in closed:
-        severity = Severity.FATAL if len(closed) == len(node.gpus) else Severity.ERROR
-        what = f"GPU {gpu.index} is in compute mode Prohibited: no process may use it"
-        yield Finding("gpu", severity, "compute-mode", what, "compute mode Default", f"nvidia-smi -i {gpu.index} -c DEFAULT")
+    severity = Severity.ERROR if any(gpu.usable for gpu in node.gpus) else Severity.FATAL
     for gpu in node.gpus:
+        if gpu.compute_mode == PROHIBITED:
+            what = f"GPU {gpu.index} is in compute mode Prohibited: no process may use it"
+            yield Finding("gpu", severity, "compute-mode", what, "compute mode Default", f"nvidia-smi -i {gpu.index} -c DEFAULT")
         if gpu.compute_mode == EXCLUSIVE:
             what = f"GPU {gpu.index} is in compute mode Exclusive_Process: a second process on it fails"
             yield Finding("gpu", Severity.NOTICE, "compute-mode", what, "", f"nvidia-smi -i {gpu.index} -c DEFAULT, if that is not meant")
-        if gpu.mig:
+        if gpu.mig and gpu.slices == ():
+            what = f"GPU {gpu.index} is divided (MIG) and has no slice: no process can use it"
+            fix = f"nvidia-smi mig -i {gpu.index} -cgi PROFILE -C, or nvidia-smi -i {gpu.index} -mig 0"
+            yield Finding("gpu", severity, "mig", what, "a GPU instance with a compute instance", fix)
+        elif gpu.mig:
             what = f"GPU {gpu.index} is divided (MIG): a launch sees the multiprocessors of its slice, not the card's"
             yield Finding("gpu", Severity.NOTICE, "mig", what, "", f"nvidia-smi -i {gpu.index} -mig 0, if that is not meant")
 

@@ -14,7 +14,11 @@ EXCLUSIVE, PROHIBITED = 3, 2
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU. `capability` is None when it cannot be asked, and `problem` then says why."""
+    """One GPU. `capability` is None when it cannot be asked, and `problem` then says why.
+
+    `uuid` is empty when it is not known. `slices` names the slices of a divided (MIG) GPU, in both spellings that
+    CUDA_VISIBLE_DEVICES takes; None when they are not known.
+    """
 
     index: int
     name: str
@@ -22,6 +26,13 @@ class Gpu:
     mig: bool = False
     compute_mode: int = 0
     problem: str = ""
+    uuid: str = ""
+    slices: tuple[str, ...] | None = None
+
+    @property
+    def usable(self) -> bool:
+        """Whether there are objects for it and processes may use it: of a divided one (MIG), a slice."""
+        return self.arch is not None and self.compute_mode != PROHIBITED and not (self.mig and self.slices == ())
 
     @property
     def arch(self) -> str | None:
@@ -78,12 +89,33 @@ def _gpu(nvml: Any, index: int) -> Gpu:
     except nvml.NVMLError as error:
         return Gpu(index, f"GPU {index}", None, problem=str(error))
     # Most cards cannot be divided, and an integrated one has no compute mode either: then NVML answers "not supported".
-    mig, mode = False, 0
+    mig, mode, uuid = False, 0, ""
     with suppress(nvml.NVMLError):
         mode = int(nvml.nvmlDeviceGetComputeMode(handle))
     with suppress(nvml.NVMLError):
+        uuid = _text(nvml.nvmlDeviceGetUUID(handle))
+    with suppress(nvml.NVMLError):
         mig = nvml.nvmlDeviceGetMigMode(handle)[0] == 1
-    return Gpu(index, name, (int(major), int(minor)), mig, mode)
+    slices = _slices(nvml, handle, uuid) if mig else None
+    return Gpu(index, name, (int(major), int(minor)), mig, mode, uuid=uuid, slices=slices)
+
+
+def _slices(nvml: Any, handle: Any, uuid: str) -> tuple[str, ...] | None:
+    """`MIG-<its own UUID>` and, of older drivers, `MIG-<GPU UUID>/<GPU instance>/<compute instance>` of each slice."""
+    found: list[str] = []
+    try:
+        for number in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
+            try:
+                part = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
+            except nvml.NVMLError as error:
+                if error.value == nvml.NVML_ERROR_NOT_FOUND:
+                    continue  # the numbers in use have gaps
+                raise
+            ids = nvml.nvmlDeviceGetGpuInstanceId(part), nvml.nvmlDeviceGetComputeInstanceId(part)
+            found += [_text(nvml.nvmlDeviceGetUUID(part)), f"MIG-{uuid}/{ids[0]}/{ids[1]}"]
+    except nvml.NVMLError:
+        return None
+    return tuple(found)
 
 
 def _text(value: str | bytes) -> str:

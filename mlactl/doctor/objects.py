@@ -25,17 +25,14 @@ def _of(situation: Situation, arch: str) -> Finding:
     if not here:
         others = sorted({entry.manifest.arch for entry in good if entry.manifest is not None})
         if others:
-            # Warmed for another card: a server here was meant to find its objects, and would find none.
-            # With objects for another of its cards, the node can launch on that one.
-            severity = Severity.ERROR if situation.build_node or set(others) & set(situation.arches) else Severity.FATAL
             what = f"no object for {arch}; there are objects for {', '.join(others)}, which never load on it"
-            return Finding("objects", severity, "no-object", what, f"objects for {arch}", warm)
-        what = f"no object for {arch}: the cache is empty"
-        if situation.obstacle is not None and not situation.build_node:
-            return Finding("objects", Severity.FATAL, "no-object", f"{what}, and {situation.obstacle}", f"objects for {arch}", warm)
+        else:
+            what = f"no object for {arch}: the cache is empty"
         if situation.build_node:
-            return Finding("objects", Severity.WARNING, "no-object", f"{what}, nothing is warmed yet", f"objects for {arch}", warm)
-        return Finding("objects", Severity.ERROR, "no-object", f"{what}, so every first launch would compile", f"objects for {arch}", warm)
+            severity = Severity.ERROR if others else Severity.WARNING
+            return Finding("objects", severity, "no-object", what + ("" if others else ", nothing is warmed yet"), f"objects for {arch}", warm)
+        then = f"and {situation.obstacle}" if situation.obstacle is not None else "so every first launch would compile"
+        return Finding("objects", _severity(situation, arch), "no-object", f"{what}, {then}", f"objects for {arch}", warm)
     found = [entry for entry in here if situation.findable(entry)]
     if found:
         rest = len(here) - len(found)
@@ -46,8 +43,19 @@ def _of(situation: Situation, arch: str) -> Finding:
     also = f"; {situation.obstacle}" if situation.obstacle is not None else ""
     what = f"{counted(len(here))} for {arch}, none of which a lookup here finds: {named}{also}"
     return Finding(
-        "objects", situation.missing(), "not-found", what, "objects of this release and toolchain", f"{warm}; mlactl cache why {here[0].key[:12]}"
+        "objects",
+        _severity(situation, arch),
+        "not-found",
+        what,
+        "objects of this release and toolchain",
+        f"{warm}; mlactl cache why {here[0].key[:12]}",
     )
+
+
+def _severity(situation: Situation, arch: str) -> Severity:
+    """As bad as a miss here; with objects for another of its cards, the node can launch on that one."""
+    elsewhere = any(entry.manifest is not None and entry.manifest.arch != arch for entry in situation.loadable)
+    return Severity.ERROR if elsewhere else situation.missing()
 
 
 def _reasons(situation: Situation, entry: Entry) -> list[str]:

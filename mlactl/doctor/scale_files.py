@@ -7,14 +7,14 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlactl.cache.adapter import CacheEntry
+from mlactl.cache.adapter import CacheEntry, RootKind
 from mlactl.cache.adapters import open_cache
+from mlactl.cache.advisories import takes_outer_scale
 from mlactl.cache.foreign.b12x import roots as b12x
 from mlactl.cache.store import Status
 from mlactl.doctor.findings import Finding, Severity
 from mlactl.doctor.situation import Situation
 from mlactl.errors import MlactlError
-from mlactl.kernels.registry import SPARSE_DECODE, SPARSE_PREFILL
 from mlactl.profiles import STATIC_NVFP4, Profile
 from mlactl.scales.findings import InvalidScales
 from mlactl.scales.outer import OuterScales, examine, load_outer_scales
@@ -23,10 +23,6 @@ VARIABLE = "VLLM_NVFP4_MLA_SCALES_FILE"
 """What a server takes its outer-scale file from."""
 
 IDENTITY_FACT = "latent_scale_identity"
-
-_SPLIT_KERNELS = (SPARSE_DECODE.kernel_id, SPARSE_PREFILL.kernel_id)
-_B12X_NVFP4 = 2
-"""`scale_format` of b12x's specs: E2M1 data with E4M3 group scales (its `ScaleFormat.NVFP4_E4M3`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,28 +44,21 @@ class Variants:
     dynamic: int
 
 
-def split_variants(entries: Iterable[CacheEntry]) -> tuple[Variants, ...]:
-    """Counts usable entries of kernels that restore an outer scale, in any cache format.
+def split_variants(entries: Iterable[CacheEntry], kind: RootKind) -> tuple[Variants, ...]:
+    """Counts usable entries that restore an outer scale, in a cache of that kind.
 
     Entries without the fact count as neither: which variant they are is not known from facts, and `cache audit` judges them.
     """
     counts: dict[tuple[str, int, str], list[int]] = {}
     for entry in entries:
         manifest = entry.manifest
-        if entry.status != Status.OK or entry.residue or manifest is None or manifest.spec.kernel_id not in _SPLIT_KERNELS:
+        if entry.status != Status.OK or entry.residue or manifest is None:
             continue
         facts = dict(manifest.spec.facts)
-        if IDENTITY_FACT in facts and _static_nvfp4(facts):
+        if IDENTITY_FACT in facts and takes_outer_scale(manifest.spec, kind):
             count = counts.setdefault((manifest.spec.kernel_id, manifest.spec.version, manifest.arch), [0, 0])
             count[0 if facts[IDENTITY_FACT] == 1 else 1] += 1
     return tuple(Variants(*kind, *count) for kind, count in sorted(counts.items()))
-
-
-def _static_nvfp4(facts: dict[str, object]) -> bool:
-    """Whether an entry reads records whose latents were divided by an outer scale, in our words (`record`) or b12x's."""
-    if "record" in facts:
-        return facts["record"] in STATIC_NVFP4
-    return facts.get("scale_format") == _B12X_NVFP4 and not facts.get("latent_scale_per_token")
 
 
 def named_files(situation: Situation, scales: Path | None, profiles: Sequence[Profile]) -> tuple[Named, ...]:
@@ -151,7 +140,7 @@ def _own_roots(situation: Situation, file: Named, profiles: Sequence[Profile]) -
     """Without a profile that says which objects to look up: roots that hold identity variants alone."""
     if any(profile.kv.record in STATIC_NVFP4 for profile in profiles):
         return  # those profiles' coverage looks each variant up
-    for held in split_variants(situation.good):
+    for held in split_variants(situation.good, RootKind.MLACTL):
         if held.dynamic == 0 and held.arch in situation.arches:
             what = f"only identity objects of {held.kernel_id} for {held.arch}; {file.path} needs dynamic ones"
             fix = f"mlactl warmup --profile NAME --arch {held.arch} --scales {file.path}"
@@ -164,7 +153,7 @@ def _b12x_roots(situation: Situation, file: Named) -> Iterator[Finding]:
         if not os.path.isdir(root.path):  # noqa: PTH112  Path.is_dir raises below a folder that may not be entered
             continue
         try:
-            held = split_variants(open_cache(str(root.path), "b12x").entries())
+            held = split_variants(open_cache(str(root.path), RootKind.B12X).entries(), RootKind.B12X)
         except MlactlError as error:
             what = f"the b12x cache {root.path} could not be looked at: {error.message}"
             yield Finding("scales", Severity.WARNING, "b12x-unreadable", what, "a root that can be read", error.hint or f"ls -ld {root.path}")

@@ -16,6 +16,7 @@ from mlactl.cache.store import Entry, Status, Store
 from mlactl.cache.toolchain import Toolchain
 from mlactl.doctor.findings import Severity
 from mlactl.doctor.node import Node
+from mlactl.doctor.visible import Visible, visible
 from mlactl.errors import MlactlError
 from mlactl.kernels import registry
 from mlactl.kernels.compiler import CODE_VARIABLES
@@ -35,7 +36,7 @@ class LayerEntries:
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """One node and one environment. `build_node` only compiles: nothing is launched there.
+    """One node and one environment. `build_node` only compiles: nothing is launched there. `visible` are the GPUs that a launch sees.
 
     `obstacle` says why a miss could not be compiled at launch, None when it could. `no_store` is the error of an
     environment that names no root at all; `store` is None then.
@@ -47,6 +48,7 @@ class Situation:
     node: Node
     store: Store | None
     no_store: MlactlError | None
+    visible: Visible
     layers: tuple[LayerEntries, ...]
     toolchain: Toolchain | None
     absence: str
@@ -58,6 +60,11 @@ class Situation:
     def good(self) -> tuple[Entry, ...]:
         """Entries that names, sizes and manifests have nothing against."""
         return tuple(entry for held in self.layers for entry in held.entries if entry.status is Status.OK and entry.manifest is not None)
+
+    @property
+    def loadable(self) -> tuple[Entry, ...]:
+        """Of those, the ones for this node's targets that a lookup here finds: what a launch can load."""
+        return tuple(entry for entry in self.good if entry.manifest is not None and entry.manifest.arch in self.arches and self.findable(entry))
 
     def missing(self) -> Severity:
         """How bad a missing object is: fatal where a launch of it could not be helped by compiling."""
@@ -97,10 +104,16 @@ def gather(
         no_store = error
     layers = tuple(_read(store, layer, on_entry) for layer in store.roots.layers) if store is not None else ()
     here = toolchains.current()
+    seen = visible(environ, node)
     return Situation(
-        environ, cache_dir, build_node, node, store, no_store, layers, here, toolchains.absence(),
-        _obstacle(environ, store, here), arches or (() if build_node else node.arches) or _warmed(layers) or (DEFAULT_ARCH,),
+        environ, cache_dir, build_node, node, store, no_store, seen, layers, here, toolchains.absence(),
+        _obstacle(environ, store, here), arches or (() if build_node else _targets(node, seen)) or _warmed(layers) or (DEFAULT_ARCH,),
     )  # fmt: skip
+
+
+def _targets(node: Node, seen: Visible) -> tuple[str, ...]:
+    """Targets of the GPUs that a launch sees; of all of them where it sees none that it could use, which is a finding."""
+    return tuple(dict.fromkeys(gpu.arch for gpu in seen.gpus or () if gpu.arch is not None and gpu.usable)) or node.arches
 
 
 def _read(store: Store, layer: Layer, on_entry: Callable[[], None]) -> LayerEntries:

@@ -91,15 +91,24 @@ def test_without_a_profile_those_begun_are_covered(warm):
 
 
 def test_a_device_of_another_capability_finds_no_object(warm):
-    """C11: device 12.1 with a cache for sm_120a alone."""
+    """C11: device 12.1 with a cache for sm_120a alone; exit 3 only where the first launch could not compile it."""
+    done = warm("doctor", "--json", env={"TEST_CARDS": "SPARK", "MLACTL_FROZEN": None})
+    assert (done.code, findings(done, "error")) == (1, [("error", "objects", "no-object")])
     done = warm("doctor", env={"TEST_CARDS": "SPARK"})
     assert done.code == 3
-    at = done.lines.index("  fatal    no object for sm_121a; there are objects for sm_120a, which never load on it")
+    words = "no object for sm_121a; there are objects for sm_120a, which never load on it"
+    at = done.lines.index(f"  fatal    {words}, and MLACTL_FROZEN=1 forbids compiling at launch")
     assert done.lines[at + 1 : at + 3] == [
         "           expected: objects for sm_121a",
         "           fix: mlactl warmup --profile NAME --arch sm_121a",
     ]
     assert done.lines[-1].startswith("a launch could not work here: 1 fatal, ")
+
+
+def test_an_environment_that_hides_the_only_gpu_is_exit_3(warm):
+    """Index 7 of a node with one GPU was a notice and exit 0."""
+    done = warm("doctor", "-q", env={"CUDA_VISIBLE_DEVICES": "7"})
+    assert (done.code, done.lines) == (3, ["fatal environment visible-devices"])
 
 
 def test_a_node_without_a_gpu_says_so_and_is_checked_all_the_same(warm):

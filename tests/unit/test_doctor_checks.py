@@ -1,5 +1,6 @@
 """Toolchain, loading, cache roots, objects and environment: every finding's words, severity and fix, over real folders."""
 
+import importlib.metadata
 import os
 import sys
 import tempfile
@@ -14,11 +15,12 @@ from fabricated import CU12, HERE, OLDER, put
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "store"))
 from users import ME, NOBODY, as_root
 
-from mlactl.cache import roots
+from mlactl.cache import locks, machine_code, roots
 from mlactl.cache import toolchain as toolchains
 from mlactl.doctor import cache_roots, compiling, environment, loading, objects, situation
 from mlactl.doctor.findings import Severity
 from mlactl.doctor.situation import gather
+from mlactl.errors import EnvironmentUnfit
 from mlactl.kernels.registry import DENSE_MERGE
 
 MERGE = DENSE_MERGE.spec(groups=1, value_width=512)
@@ -61,7 +63,7 @@ def fix_of(findings, check):
 
 
 def test_a_toolchain_that_made_the_whole_cache_is_fine(root, monkeypatch):
-    monkeypatch.setattr(compiling, "disassembler", lambda: Path("/usr/bin/nvdisasm"))
+    monkeypatch.setattr(compiling.machine_code, "find_disassembler", lambda: Path("/usr/bin/nvdisasm"))
     put(root, MERGE)
     found = list(compiling.check(at(root)))
     assert told(found) == []
@@ -121,25 +123,50 @@ def test_no_linker(root, monkeypatch):
     assert fix_of(found, "linker") == ("GNU ld", "apt-get install binutils")
 
 
-def test_no_disassembler(root, monkeypatch):
-    assert compiling.disassembler() is None or compiling.disassembler().name == "nvdisasm"
-    monkeypatch.setattr(compiling, "disassembler", lambda: None)
+def test_no_disassembler(root, tmp_path, monkeypatch):
+    """One in PATH is none: the audit takes that of the package alone, and refused where the doctor had called it fine."""
+    (tmp_path / "nvdisasm").write_text("#!/bin/sh\n")
+    (tmp_path / "nvdisasm").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    real = importlib.metadata.files
+
+    def files(name):
+        if name == "nvidia-cuda-nvdisasm":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return real(name)
+
+    monkeypatch.setattr(importlib.metadata, "files", files)
     found = list(compiling.check(at(root)))
-    words = "nvdisasm was found neither in the package nvidia-cuda-nvdisasm nor in PATH: cache audit cannot read machine code"
+    words = "no nvdisasm to read machine code with: nvidia-cuda-nvdisasm is not installed; cache audit goes by facts alone"
     assert told(found, of="disassembler") == [("warning", "disassembler", words)]
-    assert fix_of(found, "disassembler")[1] == "pip install nvidia-cuda-nvdisasm"
+    with pytest.raises(EnvironmentUnfit) as refused:
+        machine_code.find_disassembler()
+    assert fix_of(found, "disassembler")[1] == refused.value.hint
 
 
-def test_a_driver_older_than_the_objects_toolkit(root):
+def test_a_driver_older_than_the_objects_toolkit(root, monkeypatch):
+    monkeypatch.setattr(toolchains, "_probe", lambda: "nvidia-cutlass-dsl is not installed")
     put(root, MERGES[0])
     old = node(PRO_6000, cuda=12080)
     found = list(compiling.check(at(root, of=old)))
-    words = "the driver supports CUDA up to 12.8; 1 of 1 objects were made by cu13"
+    words = "the driver supports CUDA up to 12.8; 1 of 1 objects found here were made by cu13"
     assert told(found, of="driver-too-old") == [("fatal", "driver-too-old", words)]
     assert fix_of(found, "driver-too-old")[0] == "a driver for CUDA 13"
     put(root, MERGES[1], toolchain=CU12)
     assert told(compiling.check(at(root, of=old)), of="driver-too-old")[0][0] == "error"
     assert told(compiling.check(at(root, of=old, build_node=True)), of="driver-too-old") == []
+
+
+def test_a_driver_older_than_objects_that_no_lookup_finds_is_no_fault(root, monkeypatch):
+    """Driver 12.8 over a cache warmed as cu13: lookups ask for cu12 and a miss compiles it, and a launch was called impossible."""
+    put(root, MERGES[0])
+    monkeypatch.setattr(toolchains, "_probe", lambda: CU12)
+    found = at(root, {"MLACTL_FROZEN": ""}, of=node(PRO_6000, cuda=12080))
+    rows = [*compiling.check(found), *loading.check(found), *objects.check(found)]
+    assert [row[:2] for row in told(rows) if row[0] in ("fatal", "error")] == [("error", "not-found")]
+    assert told(rows, of="driver-too-old") == []
+    frozen = at(root, of=node(PRO_6000, cuda=12080))
+    assert [row[:2] for row in told(objects.check(frozen))] == [("fatal", "not-found")]
 
 
 # ---- loading
@@ -165,8 +192,62 @@ def test_a_missing_runtime_library_or_tvm_ffi_is_fatal(root, monkeypatch):
         ("fatal", "tvm-ffi", "apache-tvm-ffi is not installed: no object can be loaded, and none compiled"),
         ("fatal", "runtime-library", "libcute_dsl_runtime.so of flavour cu13 was not found: objects of cu13 cannot be loaded"),
     ]
-    assert fix_of(found, "runtime-library")[1] == "pip install 'nvidia-cutlass-dsl[cu13]==4.8.1'"
+    # With the packages installed and their files gone, the hint of the loader itself.
+    assert fix_of(found, "runtime-library")[1] == "pip install --no-deps nvidia-cutlass-dsl-libs-cu13==4.8.1"
     assert fix_of(found, "tvm-ffi")[1] == "pip install apache-tvm-ffi"
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """On a node without the compiler: installs a version of a package, as its metadata alone."""
+    monkeypatch.setattr(toolchains, "_probe", lambda: "nvidia-cutlass-dsl is not installed")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+
+    def write(name, version):
+        folder = tmp_path / "site" / f"{name.replace('-', '_')}-{version}.dist-info"
+        folder.mkdir(parents=True)
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        importlib.invalidate_caches()
+
+    return write
+
+
+def test_objects_of_another_tvm_ffi_abi_are_fatal_where_nothing_compiles(root, install):
+    """The doctor saw that a tvm-ffi is there, and called a node fine on which no object links."""
+    put(root, MERGES[0])
+    assert told(loading.check(at(root))) == []
+    install("apache-tvm-ffi", "0.2.1")
+    found = list(loading.check(at(root)))
+    words = "apache-tvm-ffi 0.2.1 is installed, and objects for this node (1) call it by ABI 0.1: they cannot be loaded"
+    assert told(found) == [("fatal", "tvm-ffi-abi", words)]
+    assert fix_of(found, "tvm-ffi-abi") == ("apache-tvm-ffi>=0.1.15.post2,<0.2", "pip install 'apache-tvm-ffi>=0.1.15.post2,<0.2'")
+    assert told(loading.check(at(root, build_node=True)))[0][0] == "error"
+    put(root, MERGES[1], toolchain=replace(HERE, tvm_ffi_abi="0.2"))
+    assert [row[:2] for row in told(loading.check(at(root)))] == [("error", "tvm-ffi-abi")], "the other one can be loaded"
+
+
+def test_an_older_tvm_ffi_of_the_same_abi_is_a_warning(root, install):
+    put(root, MERGE)
+    install("apache-tvm-ffi", "0.1.3")
+    words = "apache-tvm-ffi 0.1.3 is installed, older than any that objects of ABI 0.1 were tried with"
+    assert told(loading.check(at(root))) == [("warning", "tvm-ffi-old", words)]
+
+
+def test_a_runtime_library_of_another_version_is_an_error(root, install):
+    put(root, MERGES[0], toolchain=OLDER)
+    put(root, MERGES[1], sources_digest="ab" * 32)
+    found = list(loading.check(at(root)))
+    words = "nvidia-cutlass-dsl-libs-cu13 4.8.1 is installed, and objects for this node (1) were made with 4.7.0"
+    assert told(found) == [("error", "runtime-version", words)]
+    assert fix_of(found, "runtime-version")[1] == "pip install --no-deps nvidia-cutlass-dsl-libs-cu13==4.7.0"
+    install("nvidia-cutlass-dsl-libs-cu13", "4.7.0")
+    assert told(loading.check(at(root))) == [], "what no lookup finds needs nothing"
+
+
+def test_where_there_is_a_compiler_objects_of_others_need_nothing(root):
+    put(root, MERGES[0], toolchain=OLDER)
+    put(root, MERGES[1], toolchain=replace(HERE, tvm_ffi_abi="0.2"))
+    assert told(loading.check(at(root))) == []
 
 
 def test_a_temporary_folder_that_executes_nothing_is_fatal(root, tmp_path, monkeypatch):
@@ -228,6 +309,11 @@ def test_a_root_that_others_may_write_is_fatal_and_a_layer_an_error(root, tmp_pa
     own = tmp_path / "own"
     put(own, MERGE)
     assert [row[:2] for row in told(cache_roots.check(at(f"{own}:{root}")))] == [("error", "untrusted-root")]
+    # Either way round: what decides is whether another layer has objects, or a miss can compile.
+    assert [row[:2] for row in told(cache_roots.check(at(f"{root}:{own}")))] == [("error", "untrusted-root")]
+    assert [row[:2] for row in told(cache_roots.check(at(f":{root}")))] == [("fatal", "untrusted-root")]
+    empty = at(f"{tmp_path}/empty:{root}", {"MLACTL_FROZEN": ""})
+    assert [row[:2] for row in told(cache_roots.check(empty))] == [("notice", "root-absent"), ("error", "untrusted-root")]
 
 
 def test_an_exempt_root_is_told(root, monkeypatch):
@@ -374,14 +460,47 @@ def test_damage_quarantine_and_residue(root):
     files[2].with_suffix(".json").rename(files[2].with_suffix(".quarantined"))
     files[2].with_name(f"{keys[2]}.4711-0badcafe.tmp").write_bytes(b"x")
     found = list(cache_roots.check(at(root)))
+    aside = "1 quarantined entry, which no launch loads; a warmup puts another object in its place, never the same one"
     assert told(found) == [
         ("error", "damaged", f"{root}: damaged entries, each a miss at launch: 1 no-object, 1 size"),
-        ("warning", "quarantined", f"{root}: 1 quarantined entry, which no launch loads and no warmup makes anew"),
+        ("warning", "quarantined", f"{root}: {aside}"),
         ("notice", "residue", f"{root}: 1 temporary of writers that did not finish"),
     ]
+    assert [row[1] for row in told(cache_roots.check(at(f":{root}")))] == ["damaged", "quarantined", "residue"]
+    assert fix_of(cache_roots.check(at(f":{root}")), "residue")[1] == f"mlactl cache prune --cache-dir {root} --status temp"
     fix = "mlactl warmup --profile NAME; mlactl cache verify --repair; mlactl cache prune --status no-object --status size --dry-run"
     assert fix_of(found, "damaged") == ("entries with status ok", fix)
     assert fix_of(found, "residue")[1] == "mlactl cache prune --status temp"
+
+
+def test_what_a_killed_import_left_is_named_with_its_size(root):
+    """It may be as large as the bundle, and no listing showed it."""
+    put(root, MERGE)
+    spool = root / "v1" / "import.spool"
+    spool.mkdir()
+    for number in range(3):
+        (spool / f"{number}.so").write_bytes(bytes(1 << 20))
+    found = list(cache_roots.check(at(root)))
+    assert told(found) == [("notice", "import-spool", f"{spool}: 3.0 MiB in 3 files of an import that did not finish")]
+    assert fix_of(found, "import-spool")[1] == "mlactl cache prune --status temp; the next import removes it too"
+    assert fix_of(cache_roots.check(at(f":{root}")), "import-spool")[1].startswith(f"mlactl cache prune --cache-dir {root} --status temp")
+
+
+def test_the_spool_of_an_import_at_work_is_no_finding(root):
+    put(root, MERGE)
+    (root / "v1" / "import.spool").mkdir()
+    layer = at(root).layers[0].layer
+    with locks.import_lock(layer, wait_s=0.0, on_wait=lambda _: None):
+        assert told(cache_roots.check(at(root))) == []
+    assert [row[1] for row in told(cache_roots.check(at(root)))] == ["import-spool"]
+
+
+def test_something_else_in_the_place_of_the_spool_stops_imports(root):
+    put(root, MERGE)
+    spool = root / "v1" / "import.spool"
+    spool.symlink_to(root)
+    words = f"{spool} is a symbolic link: no import into this root is possible"
+    assert told(cache_roots.check(at(root))) == [("warning", "import-spool", words)]
 
 
 def test_b12x_caches_of_several_eras(root, tmp_path, monkeypatch):
@@ -393,6 +512,10 @@ def test_b12x_caches_of_several_eras(root, tmp_path, monkeypatch):
     assert (severity, check) == ("notice", "several-eras")
     assert f"{tmp_path}/.cache/b12x/compile" in what
     assert f"{tmp_path}/.cache/sparkinfer/compile" in what
+    assert (
+        fix_of(cache_roots.check(at(root, {"HOME": str(tmp_path)})), "several-eras")[1]
+        == "mlactl cache ls --all-roots names the command that prunes each"
+    )
     monkeypatch.setattr(roots, "filesystem", lambda path: "nfs" if ".cache/b12x" in str(path) else "ext4")
     assert told(cache_roots.check(at(root, {"HOME": str(tmp_path)})))[0] == (
         "warning", "network", f"the b12x cache {tmp_path}/.cache/b12x/compile is on a network filesystem (nfs)",
@@ -410,12 +533,18 @@ def test_objects_that_a_lookup_finds(root):
     assert found.what == "1 object for sm_120a that a lookup here finds, and 1 that it does not (mlactl cache prune --dry-run, --stale)"
 
 
-def test_a_cache_for_another_card_is_fatal(root):
-    """C11: a device of 12.1 over a cache for sm_120a: no object, and the command that makes it."""
+def test_a_cache_for_another_card_is_as_bad_as_compiling_is_impossible(root):
+    """C11: a device of 12.1 over a cache for sm_120a: no object, and the command that makes it.
+
+    It was fatal where the first launch would compile, too.
+    """
     put(root, MERGE)
     (found,) = objects.check(at(root, {"MLACTL_FROZEN": ""}, of=node(SPARK)))
-    assert (found.severity, found.check) == (Severity.FATAL, "no-object")
-    assert found.what == "no object for sm_121a; there are objects for sm_120a, which never load on it"
+    assert (found.severity, found.check) == (Severity.ERROR, "no-object")
+    words = "no object for sm_121a; there are objects for sm_120a, which never load on it"
+    assert found.what == f"{words}, so every first launch would compile"
+    (found,) = objects.check(at(root, of=node(SPARK)))
+    assert (found.severity, found.what) == (Severity.FATAL, f"{words}, and MLACTL_FROZEN=1 forbids compiling at launch")
     assert (found.expected, found.fix) == ("objects for sm_121a", "mlactl warmup --profile NAME --arch sm_121a")
     (found,) = objects.check(at(root, build_node=True, arches=("sm_121a",)))
     assert found.severity is Severity.ERROR
@@ -536,7 +665,7 @@ ENVIRONMENTS = {
         {"CUDA_VISIBLE_DEVICES": ""}, "fatal", "visible-devices", HIDDEN,
     ),
     "narrowed": (
-        {"CUDA_VISIBLE_DEVICES": "GPU-1"}, "notice", "visible-devices",
+        {"CUDA_VISIBLE_DEVICES": "GPU-0"}, "notice", "visible-devices",
         "CUDA_VISIBLE_DEVICES narrows what a launch sees; the GPUs above are all of the node's",
     ),
     "container": ({"NVIDIA_VISIBLE_DEVICES": "void"}, "notice", "container-devices", "NVIDIA_VISIBLE_DEVICES=void gives a container no GPU"),

@@ -1,7 +1,7 @@
 """What NVML says of a node, and what the doctor makes of it; the cards are made up, the module has nvidia-ml-py's functions."""
 
 import pytest
-from doctor_nodes import B200, PRO_6000, SPARK, node, nvml
+from doctor_nodes import B200, PRO_6000, SPARK, node, nvml, uuid
 
 from mlactl.doctor import gpus
 from mlactl.doctor.findings import Finding, Severity, exit_code
@@ -20,7 +20,8 @@ def bad(found):
 
 def test_what_nvml_says_is_read_and_nvml_closed_again():
     library = nvml([PRO_6000, SPARK], modes=((0, 3),), mig=(1,), driver=b"580.95.05")
-    assert ask_through(library) == Node("580.95.05", 13000, (Gpu(0, PRO_6000[0], (12, 0), compute_mode=3), Gpu(1, SPARK[0], (12, 1), mig=True)), "")
+    first = Gpu(0, PRO_6000[0], (12, 0), compute_mode=3, uuid=uuid(0))
+    assert ask_through(library) == Node("580.95.05", 13000, (first, Gpu(1, SPARK[0], (12, 1), mig=True, uuid=uuid(1), slices=())), "")
     assert library.state.open == 0
     assert ask_through(library).arches == ("sm_120a", "sm_121a")
 
@@ -43,7 +44,15 @@ def test_a_lost_gpu_does_not_hide_the_others():
 
 def test_a_card_that_has_no_compute_mode_is_a_card():
     """Integrated GPUs answer "not supported" to what discrete ones have."""
-    assert ask_through(nvml([SPARK], failing=(("mode", 0),))).gpus == (Gpu(0, SPARK[0], (12, 1)),)
+    assert ask_through(nvml([SPARK], failing=(("mode", 0),))).gpus == (Gpu(0, SPARK[0], (12, 1), uuid=uuid(0)),)
+
+
+def test_slices_of_a_divided_card_are_read_in_both_spellings():
+    """Their numbers have gaps; what NVML refuses to tell is not known, which is not the same as none."""
+    library = nvml([PRO_6000], mig=(0,), slices=((0, 1, "MIG-11", 3, 0), (0, 4, "MIG-22", 5, 1)))
+    assert ask_through(library).gpus[0].slices == ("MIG-11", f"MIG-{uuid(0)}/3/0", "MIG-22", f"MIG-{uuid(0)}/5/1")
+    (gpu,) = ask_through(nvml([PRO_6000], mig=(0,), failing=(("slices", 0), ("uuid", 0)))).gpus
+    assert (gpu.slices, gpu.uuid) == (None, "")
 
 
 def test_this_machine_is_asked_without_an_error():
@@ -86,6 +95,11 @@ def test_compute_modes_and_divided_cards():
     assert bad(node(PRO_6000, compute_mode=2)) == [("fatal", "compute-mode", prohibited)]
     mixed = Node("580", 13000, (Gpu(0, *PRO_6000, compute_mode=2), Gpu(1, *PRO_6000)))
     assert bad(mixed) == [("error", "compute-mode", prohibited)]
+    # A card that there are no objects for is no help.
+    none = Node("580", 13000, (Gpu(0, *PRO_6000, compute_mode=2), Gpu(1, *B200)))
+    assert [row[:2] for row in bad(none)] == [("warning", "unsupported-gpu"), ("fatal", "compute-mode")]
+    empty = "GPU 0 is divided (MIG) and has no slice: no process can use it"
+    assert bad(node(PRO_6000, mig=True, slices=())) == [("fatal", "mig", empty)]
     assert check(mixed)[-1].fix == "nvidia-smi -i 0 -c DEFAULT"
     assert bad(node(PRO_6000, compute_mode=3)) == [
         ("notice", "compute-mode", "GPU 0 is in compute mode Exclusive_Process: a second process on it fails")

@@ -146,14 +146,14 @@ def test_variants_are_counted_from_facts_alone(root):
     put(root, sparse(1, "fp8_ds_mla"))  # carries its own scales: has no dynamic variant
     put(root, sparse(0), arch="sm_90a")
     put(root, DENSE_MERGE.spec(groups=1, value_width=512))
-    assert split_variants(entries_of(root)) == (Variants(DECODE, 18, "sm_120a", 2, 0), Variants(DECODE, 18, "sm_90a", 0, 1))
+    assert split_variants(entries_of(root), "mlactl") == (Variants(DECODE, 18, "sm_120a", 2, 0), Variants(DECODE, 18, "sm_90a", 0, 1))
 
 
 def test_what_cannot_be_used_is_no_variant(root):
     key = put(root, sparse(0))
     put(root, sparse(1))
     (root / "v1" / key[:2] / f"{key}.so").write_bytes(b"another size than it had")
-    assert split_variants(entries_of(root)) == (Variants(DECODE, 18, "sm_120a", 1, 0),)
+    assert split_variants(entries_of(root), "mlactl") == (Variants(DECODE, 18, "sm_120a", 1, 0),)
 
 
 def test_a_root_with_identity_objects_alone_is_a_finding_for_a_file_that_needs_dynamic_ones(root, tmp_path):
@@ -195,13 +195,16 @@ def test_a_b12x_root_with_identity_entries_alone(root, b12x, tmp_path):
     [
         {**FACTS, "scale_format": 1},
         {**FACTS, "latent_scale_per_token": 1},
+        {**FACTS, "model_type": 2},
+        {**FACTS, "model_type": 3},
         {name: value for name, value in FACTS.items() if name != "latent_scale_identity"},
     ],
-    ids=["fp8-records", "per-token", "without-the-fact"],
+    ids=["fp8-records", "per-token", "model-2", "model-3", "without-the-fact"],
 )
 def test_b12x_entries_that_prove_nothing(root, b12x, tmp_path, facts):
+    """Models 2 and 3 never had an outer scale: a node that serves one, beside a scale file, was called broken."""
     b12x_entry(b12x, DECODE, 53, facts)
-    assert split_variants(open_cache(str(b12x), "b12x").entries()) == ()
+    assert split_variants(open_cache(str(b12x), "b12x").entries(), "b12x") == ()
     found = checked(at(root, {"B12X_COMPILE_CACHE_DIR": str(b12x)}), scales(tmp_path))
     assert [row[1] for row in told(found)] == ["scale-file"]
 

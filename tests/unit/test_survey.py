@@ -64,7 +64,14 @@ def test_the_option_names_our_roots_and_no_other():
     assert paths({"MLACTL_CACHE_DIR": "/a"}, "mlactl", "/o:/ro") == [("/o", "--cache-dir"), ("/ro", "--cache-dir")]
     prunable = {place.tool for place in places({"HOME": "/home/me"}, "/o:/ro") if place.prune is not None}
     assert prunable == {"mlactl", "b12x"}
-    assert [place.prune for place in places({"HOME": "/home/me"}, "/o:/ro")][:2] == ["mlactl cache prune", None]
+    commands = [place.prune for place in places({"HOME": "/home/me", "B12X_COMPILE_CACHE_DIR": "/with space"}, "/o:/ro")]
+    assert commands[:3] == [
+        "mlactl cache prune --root-kind mlactl --cache-dir /o --dry-run",
+        None,
+        "mlactl cache prune --root-kind b12x --cache-dir '/with space' --unused-for 30d --dry-run",
+    ]
+    # A colon would be read as a list of roots, so that there is no command to give.
+    assert places({"HOME": "/home/me", "B12X_COMPILE_CACHE_DIR": "/a:b"}, "/o")[1].prune is None
 
 
 def look(environ, tool, cache_dir="/nonexistent/cache", **options) -> Surveyed:

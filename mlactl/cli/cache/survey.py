@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mlactl.cli import hints
 from mlactl.ui.output import Column, Mode, Output, bytes_text
 
 if TYPE_CHECKING:
@@ -27,10 +26,10 @@ def list_roots(out: Output, cache_dir: str | None, show_all: bool) -> None:
         for text in one.problems:
             out.warn(f"{one.place.tool}: {text}")
     if out.mode is Mode.HUMAN:
-        _remarks(out, found, present, show_all, cache_dir)
+        _remarks(out, found, present, show_all)
 
 
-def _remarks(out: Output, found: Sequence[Surveyed], present: Sequence[Surveyed], show_all: bool, cache_dir: str | None) -> None:
+def _remarks(out: Output, found: Sequence[Surveyed], present: Sequence[Surveyed], show_all: bool) -> None:
     for one in present:
         if one.shared_with:
             out.note(f"{one.place.path} is used by {one.place.tool} and {', '.join(one.shared_with)}: its numbers are of all of them")
@@ -40,9 +39,9 @@ def _remarks(out: Output, found: Sequence[Surveyed], present: Sequence[Surveyed]
             out.note(f"{one.place.path} is on a network filesystem ({one.filesystem}): locks and renames may not hold between machines")
     if not show_all and len(found) > len(present):
         out.note(f"{len(found) - len(present)} places where nothing exists: --all lists them")
-    commands = dict.fromkeys(one.place.prune for one in present if one.place.prune is not None)
-    if commands:
-        out.hint("; ".join(hints.on_root(command, cache_dir if "b12x" not in command else None) + " --dry-run" for command in commands))
+    for command in dict.fromkeys(one.place.prune for one in present if one.file_bytes):
+        if command is not None:
+            out.hint(command)
 
 
 def _owner(one: Surveyed) -> str:

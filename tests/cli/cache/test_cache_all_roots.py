@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 
 import pytest
 
@@ -55,9 +56,27 @@ def test_people_see_what_exists_and_what_prunes_it(node):
     assert rows[2].endswith("  no  TRITON_CACHE_DIR")
     assert f"{node.home}/jit/vllm lies inside the root of triton, which counts it too\n" in done.stderr
     assert re.search(r"\n\d+ places where nothing exists: --all lists them\n", done.stderr)
-    assert done.stderr.endswith("hint: mlactl cache prune --dry-run; mlactl cache prune --root-kind b12x --dry-run\n")
+    ours = f"hint: mlactl cache prune --root-kind mlactl --cache-dir {node.cache_dir} --dry-run\n"
+    theirs = f"hint: mlactl cache prune --root-kind b12x --cache-dir {node.home}/.cache/b12x/compile --unused-for 30d --dry-run\n"
+    assert done.stderr.endswith(ours + theirs)
     everything = node("cache", "ls", "--all-roots", "--all").lines
     assert f"flashinfer  {node.home}/.cache/flashinfer (does not exist)" in [line.partition("  -")[0] for line in everything]
+
+
+def test_each_hint_works_as_it_is_typed(node, tmp_path):
+    """One hint for all of b12x's roots exited 2, for want of a selector, and looked at the newest era's alone."""
+    old, space = node.home / ".cache/sparkinfer/cute_compile/cd", tmp_path / "with space"
+    for folder in (old, space / "cd", node.home / ".cache/sparkinfer/compile"):
+        folder.mkdir(parents=True)
+    for folder in (old, space / "cd"):
+        (folder / f"cd{'0' * 62}.o").write_bytes(b"0123456789")
+    done = node("cache", "ls", "--all-roots", "--cache-dir", node.cache_dir, env={"B12X_CUTE_COMPILE_CACHE_DIR": str(space)})
+    commands = [shlex.split(line.removeprefix("hint: ")) for line in done.stderr.splitlines() if line.startswith("hint: ")]
+    roots = [str(node.cache_dir), f"{node.home}/.cache/b12x/compile", str(old.parent), str(space)]
+    assert [words[words.index("--cache-dir") + 1] for words in commands] == roots, "and none for a root that holds nothing"
+    for words, root in zip(commands, roots, strict=True):
+        ran = node(*words[1:], "--json")
+        assert (words[0], ran.code, ran.json["root"]) == ("mlactl", 0, root)
 
 
 def test_the_option_is_for_our_roots_and_its_layers_are_not_pruned(node, tmp_path):
