@@ -16,7 +16,20 @@ from pathlib import Path
 from mlactl.cache import listing, locks, trust
 from mlactl.cache import toolchain as toolchains
 from mlactl.cache.adapter import CacheEntry, RootKind
-from mlactl.cache.removal import Chosen, Kept, PlannedEntry, PlannedFile, PrunePlan, PruneResult, apply, build, exists_in, folder_inside, least_recent
+from mlactl.cache.removal import (
+    Chosen,
+    Kept,
+    PlannedEntry,
+    PlannedFile,
+    PrunePlan,
+    PruneResult,
+    apply,
+    build,
+    exists_in,
+    folder_inside,
+    least_recent,
+    without_quarantined,
+)
 from mlactl.cache.roots import LAYOUT, Layer
 from mlactl.cache.selectors import Judge, Selectors
 from mlactl.cache.store import Entry, Store
@@ -57,6 +70,8 @@ def plan(
             kept.append(Kept(entry.key, "named by a kept profile"))
         else:
             chosen.append((entry, reason))
+    chosen, spared = without_quarantined(chosen, selectors)
+    kept += spared
     if selectors.max_bytes is not None:
         chosen = least_recent(chosen, listing.total_bytes(everything) - selectors.max_bytes, _last_use)
     lock_files = tuple(_lock_files(layer)) if selectors.locks else ()

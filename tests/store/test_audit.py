@@ -44,6 +44,7 @@ class Manifest:
     spec: Spec
     arch: str = "sm_120a"
     created: str = "2026-01-01T00:00:00Z"
+    object_sha256: str = ""
 
 
 @dataclass(frozen=True)

@@ -65,6 +65,11 @@ class B12xCache:
             raise UsageError(f"{prefix} fits {len(found)} keys: {shown}{', …' if len(found) > 5 else ''}", hint="give more digits")
         return next(iter(found.values()))
 
+    def entries_of(self, prefix: str) -> list[Entry]:
+        """The entry of the key, and those of it that were set aside; raises NotFound and UsageError."""
+        key = self.entry(prefix).key
+        return [entry for entry in self._in_bucket(key[:2]) if entry.key == key and not entry.residue]
+
     def _in_bucket(self, bucket: str) -> list[Entry]:
         try:
             return list(entries.in_bucket(self.root, bucket, uses=self._uses))
@@ -99,6 +104,14 @@ class B12xCache:
     def examine(self, entry: CacheEntry, *, digests_only: bool = False) -> Entry:
         """The entry with the status of a full check."""
         return entries.examine(_ours(entry), digests_only=digests_only)
+
+    def in_place(self, entry: CacheEntry) -> Entry:
+        """An entry that was set aside with the status that the full check would give it were it put back."""
+        return entries.in_place(_ours(entry))
+
+    def masked(self, entry: CacheEntry) -> bool:
+        """Never: b12x has one root, and loads what it compiled again whether or not the same object was set aside."""
+        return False
 
     def verify(
         self, wanted: Iterable[CacheEntry], *, digests_only: bool = False, on_done: Callable[[int], None] = lambda _steps: None
