@@ -16,9 +16,10 @@ from mlactl.cache import locks, trust
 from mlactl.cache import toolchain as toolchains
 from mlactl.cache.entry import Entry, RejectedObject, Status, linked, read_checked, read_entry, shallow
 from mlactl.cache.key import KeyInputs, inputs_for
+from mlactl.cache.prefix import entry_of
 from mlactl.cache.roots import Layer, Roots, resolve
 from mlactl.cache.toolchain import Toolchain
-from mlactl.errors import CannotRun, NotFound, UsageError
+from mlactl.errors import CannotRun
 from mlactl.kernels.spec import CompileSpec
 
 __all__ = ["Entry", "Hit", "Miss", "SeveralToolchains", "Status", "Store"]
@@ -98,29 +99,16 @@ class Store:
         return found["json"], found["quarantined"]
 
     def entry(self, key: str, layers: Iterable[Layer] | None = None) -> Entry:
-        """The entry of a key or unique prefix, from the first layer that has it.
-
-        Upper-case digits are taken as lower-case ones. Raises NotFound when there is none, and UsageError for an empty
-        prefix or, naming the keys, for one that fits several.
-        """
-        if not key:
-            raise UsageError("an empty KEY names no entry", hint="mlactl cache ls shows the keys there are")
-        key = key.lower()
+        """The entry of a key or unique prefix, from the first layer that has it; raises what `prefix.entry_of` does."""
         chosen = self.roots.layers if layers is None else tuple(layers)
-        found: dict[str, Entry] = {}
-        if not key.strip(_HEX) and len(key) <= 64:
+
+        def matching(start: str) -> Iterator[Entry]:
             for layer in chosen:
                 for name in self._buckets(layer):
-                    if name.startswith(key[:2]):
-                        for entry in _matching(layer, name, key):
-                            found.setdefault(entry.key, entry)
-        if not found:
-            where = ", ".join(str(layer.path) for layer in chosen)
-            raise NotFound(f"no entry {key} in {where}", hint="mlactl cache ls shows the keys there are")
-        if len(found) > 1:
-            shown = ", ".join(name[: len(key) + 6] for name in sorted(found)[:5])
-            raise UsageError(f"{key} fits {len(found)} keys: {shown}{', …' if len(found) > 5 else ''}", hint="give more digits")
-        return next(iter(found.values()))
+                    if name.startswith(start[:2]):
+                        yield from _matching(layer, name, start)
+
+        return entry_of(key, ", ".join(str(layer.path) for layer in chosen), matching)
 
     def entry_in(self, layer: Layer, key: str) -> Entry | None:
         """The entry of a full key in one layer; None when the layer has no file of it."""

@@ -226,4 +226,8 @@ def _hint_at(out: Output, cache: CacheAdapter, report: Report, moved: Sequence[M
         keys = [result.entry.key[: rendering.SHORT_KEY] for result in report.convicted]
         out.hint(f"mlactl cache audit {' '.join(keys[:_SHOWN_KEYS])}{' …' if len(keys) > _SHOWN_KEYS else ''} --quarantine sets them aside")
     if any(result.verdict == "damaged" for result in report.failing):
-        out.hint("mlactl cache verify --repair rebuilds damaged entries that this install can build" if own else "mlactl cache rm KEY removes damaged entries")
+        rebuild, remove = (
+            "mlactl cache verify --repair rebuilds damaged entries that this install can build",
+            "mlactl cache rm KEY removes damaged ones",
+        )
+        out.hint(rebuild if own else remove)

@@ -124,7 +124,7 @@ def _by_advisory(cache: CacheAdapter, ids: list[str] | None) -> tuple[tuple[str,
 
 
 def _carry_out(out: Output, plan: PrunePlan, *, dry_run: bool, yes: bool) -> PruneResult | None:
-    """Prints the plan or, once agreed to, applies it and returns what came of it; off a terminal it refuses without --yes, whatever the plan holds."""
+    """Prints the plan or, once agreed to, applies it and returns what came of it; off a terminal it refuses without --yes."""
     empty = not plan.entries and not plan.locks
     if dry_run:
         out.document(
