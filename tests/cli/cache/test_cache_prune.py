@@ -252,7 +252,6 @@ def test_rm_of_what_is_in_use_is_exit_2(cache, store, filled):
         done = cache("cache", "rm", busy.key, free.key, "--yes", "--json")
     assert (done.code, done.json["removed"]) == (2, [free.key])
     assert f"error: 1 entry of 2 named still there; {locks.entry_lock_path(busy.layer, busy.key)} is in use by process {os.getpid()}" in done.stderr
-    assert f"mlactl cache show {busy.key[:12]}" not in done.stdout
     assert busy.object_path.exists()
 
 
