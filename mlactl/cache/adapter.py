@@ -62,6 +62,10 @@ class ManifestView(Protocol):
     def created(self) -> str:
         """ISO 8601 in UTC."""
 
+    @property
+    def object_sha256(self) -> str:
+        """Digest of the object that was published."""
+
 
 class CacheEntry(Protocol):
     """One entry of a root, or a temporary that a writer left (`residue` is its file name). `status` is a status word; `detail` says
@@ -160,8 +164,17 @@ class CacheAdapter(Protocol):
     def entry(self, prefix: str) -> CacheEntry:
         """The entry of a key or unique start of one; raises NotFound and UsageError."""
 
+    def entries_of(self, prefix: str) -> Sequence[CacheEntry]:
+        """Every entry of the key that `entry` finds: of each layer that has it, and what is set aside. Raises what `entry` does."""
+
     def examine(self, entry: CacheEntry, *, digests_only: bool = False) -> CacheEntry:
         """The entry with the status of a full check of its object."""
+
+    def in_place(self, entry: CacheEntry) -> CacheEntry:
+        """A quarantined entry with the status that a full check would give it were it put back."""
+
+    def masked(self, entry: CacheEntry) -> bool:
+        """Whether the very object is set aside elsewhere in these roots, so that no lookup answers with this entry."""
 
     def verify(
         self, entries: Iterable[CacheEntry], *, digests_only: bool = False, on_done: Callable[[int], None] = lambda _steps: None

@@ -6,7 +6,6 @@ is hit. One whose facts cannot be read at all is only suspect, and only where th
 
 from __future__ import annotations
 
-import operator
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from mlactl.cache.listing import kernel_matches
+from mlactl.cache.selectors import COMPARE
 from mlactl.errors import CannotRun, UsageError
 from mlactl.regular_files import read_bytes
 
@@ -27,13 +27,6 @@ SCHEMA_VERSION = 1
 BUNDLED = Path(__file__).resolve().parents[1] / "advisories.toml"
 MAX_FILE_BYTES = 1 << 20
 
-_COMPARE: dict[str, Callable[[int, int], bool]] = {
-    "<": operator.lt,
-    "<=": operator.le,
-    "==": operator.eq,
-    ">=": operator.ge,
-    ">": operator.gt,
-}
 _BOUND = re.compile(r"(<=|>=|==|<|>)([0-9]{1,9})")
 _ID = re.compile(r"[a-z0-9][a-z0-9.-]{0,79}")
 
@@ -208,7 +201,7 @@ def _bounds(text: str) -> tuple[tuple[str, int], ...] | None:
 
 def in_range(version: int, text: str) -> bool:
     """Whether a version is in a range that was checked when it was read; the empty one has every version."""
-    return not text or all(_COMPARE[sign](version, bound) for sign, bound in _bounds(text) or ())
+    return not text or all(COMPARE[sign](version, bound) for sign, bound in _bounds(text) or ())
 
 
 # ---- matching

@@ -7,18 +7,18 @@ from the registry, for those of another tool from data beside the advisories, ne
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 
-from mlactl.cache import machine_code, quarantine
+from mlactl.cache import machine_code
 from mlactl.cache.adapter import CacheAdapter, CacheEntry, RootKind, SpecView
 from mlactl.cache.advisories import Advisories, Advisory, Hit, hits, parameter_of
 from mlactl.cache.elf import BadElf, device_code
-from mlactl.cache.entry import Entry, check_object
 from mlactl.cache.machine_code import Reading
 from mlactl.cache.parameters import kernel_parameters
 from mlactl.errors import CannotRun, Interrupted
@@ -75,7 +75,8 @@ class CodeEvidence:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One entry's verdict and why. `entry` has the status of the full check; `quarantined` says that nothing loads it any more."""
+    """One entry's verdict and why. `entry` has the status of the full check; `quarantined` says that nothing loads it any more: it is
+    set aside, or its very object is in another layer."""
 
     entry: CacheEntry
     verdict: Verdict
@@ -208,6 +209,10 @@ class _Auditor:
     tool: Path | None
 
     def judge(self, entry: CacheEntry) -> Result:
+        found = self._judge(entry)
+        return replace(found, quarantined=True) if found.failing and self.adapter.masked(entry) else found
+
+    def _judge(self, entry: CacheEntry) -> Result:
         aside = entry.status == "quarantined"
         checked = self._checked(entry, aside)
         if checked is None:
@@ -230,7 +235,7 @@ class _Auditor:
     def _checked(self, entry: CacheEntry, aside: bool) -> CacheEntry | None:
         """The entry with the status of the full check, which looks twice at what seems bad; None when it is gone by now."""
         if aside:
-            return quarantine.in_place(entry) if isinstance(entry, Entry) else self.adapter.examine(entry)
+            return self.adapter.in_place(entry)
         return next(iter(self.adapter.verify([entry])), None)
 
     def _check(self, entry: CacheEntry, claim: Claim, concerned: list[Hit], found: _Findings) -> None:
@@ -303,10 +308,9 @@ def read_code(adapter: CacheAdapter, entry: CacheEntry, claim: Claim, tool: Path
     assert claim.ordinal is not None
     try:
         data = adapter.read_object(entry)
-        if isinstance(entry, Entry) and entry.manifest is not None:
-            status, detail = check_object(entry.manifest, data, digests_only=True)
-            if status != "ok":
-                raise _Untold(f"its object changed while it was audited: {detail}")
+        digest = hashlib.sha256(data).hexdigest()
+        if entry.manifest is None or digest != entry.manifest.object_sha256:
+            raise _Untold(f"its object changed while it was audited: its SHA-256 is {digest} now")
         cubin = device_code(data)[1]
         kernels = kernel_parameters(cubin)
         if len(kernels) != 1:
@@ -328,7 +332,14 @@ def read_code(adapter: CacheAdapter, entry: CacheEntry, claim: Claim, tool: Path
 
 def set_convicted_aside(adapter: CacheAdapter, report: Report, on_done: OnDone = _ignore) -> tuple[Moved, ...]:
     """Quarantines what was convicted; what is in use or cannot be written is left and says why. Raises Interrupted on Ctrl-C."""
-    return _each([result.entry for result in report.convicted], lambda entry: _move(adapter.set_aside, entry), on_done, "set aside")
+
+    def move(entry: CacheEntry) -> Moved:
+        moved = _move(adapter.set_aside, entry)
+        if not moved.done and adapter.masked(entry):
+            return Moved(entry, True, f"{entry.root} still has it, and no lookup here answers with an object that another layer has set aside")
+        return moved
+
+    return _each([result.entry for result in report.convicted], move, on_done, "set aside")
 
 
 def restore(

@@ -15,13 +15,11 @@ from pathlib import Path
 
 import msgspec
 
-from mlactl.cache import locks, trust
+from mlactl.cache import trust
 from mlactl.cache.manifest import MAX_BYTES, MAX_OBJECT_BYTES, BadManifest, Manifest, parse
+from mlactl.cache.reading import not_regular, read_regular
 from mlactl.cache.roots import Layer
 from mlactl.kernels.errors import BadObject
-
-_READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # NONBLOCK: a FIFO in an entry's place must not hang us
-
 
 REMOVED = "removed meanwhile"
 """Detail of an entry of which a layer has no file."""
@@ -177,7 +175,7 @@ def examine(entry: Entry, *, digests_only: bool = False) -> Entry:
     if refused is not None:
         return _restate(entry, Status.UNTRUSTED, refused.message)
     try:
-        data, _ = _read_file(str(entry.object_path), entry.manifest.object_bytes)
+        data, _ = read_regular(str(entry.object_path), entry.manifest.object_bytes)
     except OSError as error:
         return _restate(entry, Status.NO_OBJECT, _why(error))
     status, detail = check_object(entry.manifest, data, digests_only=digests_only)
@@ -218,11 +216,11 @@ def read_checked(entry: Entry, *, trusted_folders: set[str] | None = None) -> tu
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), bucket)
         if not exempt:
             trust.check(bucket, os.lstat(bucket))
-        text, info = _read_file(f"{bucket}/{key}.json", MAX_BYTES)
+        text, info = read_regular(f"{bucket}/{key}.json", MAX_BYTES)
         if not exempt:
             trust.check(f"{bucket}/{key}.json", info)
         manifest = parse(text)
-        data, info = _read_file(f"{bucket}/{key}.so", manifest.object_bytes)
+        data, info = read_regular(f"{bucket}/{key}.so", manifest.object_bytes)
         if not exempt:
             trust.check(f"{bucket}/{key}.so", info)
     except BadManifest as error:
@@ -237,7 +235,7 @@ def read_checked(entry: Entry, *, trusted_folders: set[str] | None = None) -> tu
 
 def read_object(entry: Entry) -> bytes:
     """The object's bytes as they are, nothing checked; raises OSError, also for what is no regular file."""
-    return _read_file(str(entry.object_path), MAX_OBJECT_BYTES)[0]
+    return read_regular(str(entry.object_path), MAX_OBJECT_BYTES)[0]
 
 
 def _rejected(entry: Entry, status: Status, detail: str) -> RejectedObject:
@@ -255,14 +253,7 @@ def _restate(entry: Entry, status: Status, detail: str) -> Entry:
 def _read_manifest(path: str, key: str) -> tuple[Manifest | None, str, float | None]:
     """The manifest, or None and what is wrong with it; and the file's modification time. Raises FileNotFoundError."""
     try:
-        fd = os.open(path, _READ_FLAGS)
-        try:
-            info = os.fstat(fd)
-            if not stat.S_ISREG(info.st_mode):
-                return None, not_regular(info.st_mode), None
-            data = os.read(fd, min(info.st_size, MAX_BYTES) + 1)  # not MAX_BYTES: allocating that costs more than the read
-        finally:
-            os.close(fd)
+        data, info = read_regular(path, MAX_BYTES)
     except FileNotFoundError:
         raise
     except OSError as error:
@@ -285,28 +276,6 @@ def _object_size(path: str) -> tuple[int | None, str]:
     if not stat.S_ISREG(info.st_mode):
         return None, not_regular(info.st_mode)
     return info.st_size, ""
-
-
-def _read_file(path: str, limit: int) -> tuple[bytes, os.stat_result]:
-    """A regular file's bytes, at most `limit` + 1, and the status of the descriptor they were read on; raises OSError."""
-    fd = os.open(path, _READ_FLAGS)
-    try:
-        info = os.fstat(fd)
-        if not stat.S_ISREG(info.st_mode):
-            raise OSError(errno.EINVAL, not_regular(info.st_mode))
-        left = min(limit, info.st_size) + 1  # not `limit`: allocating that can cost more than the read
-        parts: list[bytes] = []
-        while left > 0 and (part := os.read(fd, left)):
-            parts.append(part)
-            left -= len(part)
-    finally:
-        os.close(fd)
-    return b"".join(parts), info
-
-
-def not_regular(mode: int) -> str:
-    """What stands in a file's place: `not a regular file but a FIFO`."""
-    return f"not a regular file but {locks.kind_of(mode)}"
 
 
 def _why(error: OSError) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import shlex
 import stat
 import time
@@ -22,13 +23,15 @@ from pathlib import Path
 
 import msgspec
 
-from mlactl.cache.manifest import is_sha256
-from mlactl.cache.roots import Layer
+from mlactl.cache import trust
+from mlactl.cache.roots import LAYOUT, Layer
 from mlactl.errors import CannotRun
 
 ROOT_LOCK = "root.lock"
 IMPORT_LOCK = "import.lock"
 LOCK_SUFFIX = ".lock"
+_BUCKET = re.compile(r"[0-9a-f]{2}")
+_LOCK_FILE = re.compile(r"[0-9a-f]{64}[.]lock")
 
 _READERS_SEEN = 5
 """Polls in a row that must find only readers before a waiter gives up: another waiter's probe looks like a reader for microseconds."""
@@ -136,15 +139,25 @@ def root_lock_path(layer: Layer) -> str:
 
 
 def lock_files(layer: Layer) -> list[str]:
-    """The entries' lock files of a layer, relative to its root (`v1/ab/<key>.lock`)."""
+    """The entries' lock files of a layer, relative to its root (`v1/ab/<key>.lock`), in order; raises CannotRun for a folder that cannot be read."""
+    if Path(layer.folder()).is_symlink():
+        return []
     found = []
-    for bucket in Path(layer.folder()).glob("[0-9a-f][0-9a-f]"):
-        if bucket.is_symlink() or not bucket.is_dir():
-            continue
-        for path in bucket.glob(f"*{LOCK_SUFFIX}"):
-            if is_sha256(path.stem) and path.name.startswith(bucket.name):
-                found.append(str(path.relative_to(layer.path)))
-    return sorted(found)
+    for bucket in _items(layer.folder()):
+        if _BUCKET.fullmatch(bucket.name) and bucket.is_dir(follow_symlinks=False):
+            names = [file.name for file in _items(bucket.path) if _LOCK_FILE.fullmatch(file.name) and file.is_file(follow_symlinks=False)]
+            found += [f"{LAYOUT}/{bucket.name}/{name}" for name in names if name.startswith(bucket.name)]
+    return found
+
+
+def _items(folder: str) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as found:
+            return sorted(found, key=lambda item: item.name)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CannotRun(f"{trust.describe(folder)} cannot be read: {error.strerror}", hint="mlactl cache dir shows which roots are used") from None
 
 
 def acquire_entry(layer: Layer, key: str, *, exclusive: bool, wait_s: float) -> Lease:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mlactl.cache import listing, roots
 from mlactl.cache.adapter import CacheEntry, Description, RootKind
 from mlactl.cache.entry import Entry, examine, read_object
-from mlactl.cache.store import Store
+from mlactl.cache.store import Status, Store
 from mlactl.errors import UsageError
 from mlactl.kernels.spec import CompileSpec
 
@@ -52,6 +52,11 @@ class OwnCache:
         """The entry of a key or unique start of one, from the first layer that has it; raises NotFound and UsageError."""
         return self.store.entry(prefix)
 
+    def entries_of(self, prefix: str) -> list[Entry]:
+        """The entries of the key in every layer that has it; raises NotFound and UsageError."""
+        key = self.store.entry(prefix).key
+        return [entry for layer in self.store.roots.layers if (entry := self.store.entry_in(layer, key)) is not None]
+
     def row(self, entry: CacheEntry) -> dict[str, Any]:
         """One row of `cache ls --json`."""
         return listing.as_json(entry)
@@ -66,6 +71,18 @@ class OwnCache:
     def examine(self, entry: CacheEntry, *, digests_only: bool = False) -> Entry:
         """The entry with the status of a full check."""
         return examine(_ours(entry), digests_only=digests_only)
+
+    def in_place(self, entry: CacheEntry) -> Entry:
+        """`cache.quarantine.in_place`."""
+        from mlactl.cache import quarantine
+
+        return quarantine.in_place(_ours(entry))
+
+    def masked(self, entry: CacheEntry) -> bool:
+        """Whether another layer has set the very object aside (`Store.everywhere`)."""
+        mine = _ours(entry)
+        found = next((other for other in self.store.everywhere(mine.key) if other.layer == mine.layer), None)
+        return mine.status is not Status.QUARANTINED and found is not None and found.status is Status.QUARANTINED
 
     def verify(
         self, entries: Iterable[CacheEntry], *, digests_only: bool = False, on_done: Callable[[int], None] = lambda _steps: None

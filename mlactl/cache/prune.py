@@ -13,10 +13,23 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from mlactl.cache import listing, locks, trust
+from mlactl.cache import listing, locks
 from mlactl.cache import toolchain as toolchains
 from mlactl.cache.adapter import CacheEntry, RootKind
-from mlactl.cache.removal import Chosen, Kept, PlannedEntry, PlannedFile, PrunePlan, PruneResult, apply, build, exists_in, folder_inside, least_recent
+from mlactl.cache.removal import (
+    Chosen,
+    Kept,
+    PlannedEntry,
+    PlannedFile,
+    PrunePlan,
+    PruneResult,
+    apply,
+    build,
+    exists_in,
+    folder_inside,
+    least_recent,
+    without_quarantined,
+)
 from mlactl.cache.roots import LAYOUT, Layer
 from mlactl.cache.selectors import Judge, Selectors
 from mlactl.cache.store import Entry, Store
@@ -42,7 +55,7 @@ def plan(
     Raises CannotRun when nothing is writable or the root cannot be read, and EnvironmentUnfit when `--stale` is asked
     for where no compiler is installed to compare with.
     """
-    layer = writable_layer(store)
+    layer = store.roots.require_writable()
     moment = time.time() if now is None else now
     everything = listing.collect(store, layers=[layer], on_problem=on_problem)
     judge = selectors.judge(moment, stale_judge() if selectors.stale else lambda _entry: None)
@@ -57,15 +70,17 @@ def plan(
             kept.append(Kept(entry.key, "named by a kept profile"))
         else:
             chosen.append((entry, reason))
+    chosen, spared = without_quarantined(chosen, selectors)
+    kept += spared
     if selectors.max_bytes is not None:
         chosen = least_recent(chosen, listing.total_bytes(everything) - selectors.max_bytes, _last_use)
-    lock_files = tuple(_lock_files(layer)) if selectors.locks else ()
+    lock_files = tuple(locks.lock_files(layer)) if selectors.locks else ()
     return _build(layer, selectors.words(), Chosen(chosen, kept), everything, moment, lock_files)
 
 
 def plan_keys(store: Store, entries: Iterable[Entry], *, now: float | None = None) -> PrunePlan:
     """The plan that removes these entries of the writable root; raises CannotRun for one of a read-only layer."""
-    layer = writable_layer(store)
+    layer = store.roots.require_writable()
     chosen: list[tuple[CacheEntry, str]] = []
     for entry in entries:
         if entry.layer != layer:
@@ -76,15 +91,6 @@ def plan_keys(store: Store, entries: Iterable[Entry], *, now: float | None = Non
         chosen.append((entry, "named"))
     everything = listing.collect(store, layers=[layer])
     return _build(layer, ("named",), Chosen(chosen, []), everything, time.time() if now is None else now)
-
-
-def writable_layer(store: Store) -> Layer:
-    """The layer that removal works on; raises CannotRun when there is none."""
-    layer = store.roots.writable
-    if layer is None:
-        paths = ", ".join(str(layer.path) for layer in store.roots.layers)
-        raise CannotRun(f"every layer is read-only: {paths}", hint="name a writable root: --cache-dir DIR")
-    return layer
 
 
 def _build(
@@ -138,28 +144,6 @@ def stale_judge() -> Judge:
         return ", ".join(other) or None
 
     return judge
-
-
-def _lock_files(layer: Layer) -> list[str]:
-    """Entries' lock files, relative to the root, in order; the root's own lock is not among them."""
-    if Path(layer.folder()).is_symlink():
-        return []
-    found = []
-    for bucket in _items(layer.folder()):
-        if _BUCKET.fullmatch(bucket.name) and bucket.is_dir(follow_symlinks=False):
-            files = _items(bucket.path)
-            found += [f"{LAYOUT}/{bucket.name}/{file.name}" for file in files if _LOCK.fullmatch(file.name) and file.is_file(follow_symlinks=False)]
-    return found
-
-
-def _items(folder: str) -> list[os.DirEntry[str]]:
-    try:
-        with os.scandir(folder) as found:
-            return sorted(found, key=lambda item: item.name)
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise CannotRun(f"{trust.describe(folder)} cannot be read: {error.strerror}", hint="mlactl cache dir shows which roots are used") from None
 
 
 # ---- apply

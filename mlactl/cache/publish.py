@@ -18,7 +18,7 @@ import stat
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -104,7 +104,7 @@ def compile_and_publish(
     registry.require_built(spec)
     inputs = inputs_for(spec, arch)
     linker_path, linker = find_linker()
-    layer, key = _writable(store), inputs.key()
+    layer, key = store.roots.require_writable(), inputs.key()
     refuse_links(layer, key)
     with writing(layer.path):
         mode = prepare(layer, key, shared=shared)
@@ -117,22 +117,24 @@ def compile_and_publish(
             remove_temporaries(layer, key)
             build, data = _compile_and_link(inputs, compiler, linker_path, linker)
             try:
-                entry = publish_object(layer, inputs, data, build, mode=mode)
+                entry = publish_object(layer, inputs, data, build, mode=mode, below=store.roots.layers)
             except RejectedObject as rejected:
                 raise CompileFailed(f"{spec.label()} for {arch}: the compiler's object was not published: {rejected.entry.detail}") from None
             return PublishResult(entry, compiled=True, seconds=build.compile_s)
 
 
-def publish_object(layer: Layer, inputs: KeyInputs, data: bytes, build: Build, *, mode: int = 0o600) -> Entry:
+def publish_object(layer: Layer, inputs: KeyInputs, data: bytes, build: Build, *, mode: int = 0o600, below: Iterable[Layer] = ()) -> Entry:
     """Publishes a linked object's bytes under the key of `inputs`; the caller holds the entry's exclusive lock.
 
-    `mode` is the files' (`prepare` returns it). Raises RejectedObject when the object is not one of that key, arch and
-    host, CannotRun when it is the very object that is quarantined under this key, and OSError when it cannot be written;
-    an older manifest of the key may be gone then, and nothing half written stays.
+    `mode` is the files' (`prepare` returns it), `below` the other layers of the roots. Raises RejectedObject when the object
+    is not one of that key, arch and host, CannotRun when it is the very object that one of the layers has quarantined under
+    this key, and OSError when it cannot be written; an older manifest of the key may be gone then, and nothing half written
+    stays.
     """
     key, bucket = inputs.key(), layer.bucket(inputs.key())
     manifest = _describe(layer, inputs, data, build)
-    _refuse_quarantined(layer, key, manifest.object_sha256)
+    for each in dict.fromkeys((layer, *below)):
+        _refuse_quarantined(each, key, manifest.object_sha256)
     with _temporary(bucket, key, data, mode) as written:
         replace_object(bucket, key, written)
     with _temporary(bucket, key, dump(manifest), mode) as written:
@@ -255,14 +257,6 @@ def remove_temporaries(layer: Layer, key: str) -> None:
             Path(bucket, name).unlink(missing_ok=True)
 
 
-def _writable(store: Store) -> Layer:
-    layer = store.roots.writable
-    if layer is None:
-        paths = ", ".join(str(layer.path) for layer in store.roots.layers)
-        raise CannotRun(f"no layer to publish to: {paths} are read-only", hint="put a writable root first: MLACTL_CACHE_DIR=/writable:/readonly")
-    return layer
-
-
 def _refuse_quarantined(layer: Layer, key: str, object_sha256: str) -> None:
     """What was convicted does not come back by being made again; another object, such as the right one, takes its place.
 
@@ -272,6 +266,8 @@ def _refuse_quarantined(layer: Layer, key: str, object_sha256: str) -> None:
     if entry is None or entry.status is not Status.QUARANTINED:
         return
     hint = f"mlactl cache show {key} says why it was set aside; mlactl cache rm {key} forgets it"
+    if not layer.writable:
+        hint = f"{hint}, both with --cache-dir {shlex.quote(str(layer.path))}"
     if entry.manifest is None:
         raise CannotRun(f"{key} is quarantined with a manifest that cannot be read, so nothing says which object was convicted", hint=hint)
     if entry.manifest.object_sha256 == object_sha256:
@@ -287,7 +283,7 @@ def refuse_folders(layer: Layer, key: str) -> None:
 
 def require_writable(store: Store) -> Layer:
     """The layer to publish to; raises what publishing would, as far as the folders tell beforehand: CannotRun or Untrusted."""
-    layer = _writable(store)
+    layer = store.roots.require_writable()
     refuse_links(layer, "")
     trust.check_folders(layer.folder(), str(layer.path))
     with writing(layer.path):

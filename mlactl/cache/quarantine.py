@@ -16,7 +16,8 @@ from contextlib import contextmanager
 import msgspec
 
 from mlactl.cache import locks, trust
-from mlactl.cache.entry import Entry, Status, examine, not_regular, read_entry
+from mlactl.cache.entry import Entry, Status, examine, read_entry
+from mlactl.cache.reading import not_regular
 from mlactl.cache.roots import LAYOUT
 from mlactl.errors import CannotRun
 
@@ -48,7 +49,7 @@ def put_back(entry: Entry) -> None:
         if checked.status is not Status.OK:
             raise CannotRun(
                 f"{entry.key} stays quarantined: its object is not intact: {checked.status}: {checked.detail}",
-                hint=f"mlactl warmup --profile PROFILE builds it again; mlactl cache rm {entry.key} forgets it",
+                hint=f"mlactl warmup --profile PROFILE compiles it again; mlactl cache rm {entry.key} forgets it",
             )
         if os.path.lexists(f"{entry.layer.bucket(entry.key)}/{entry.key}.json"):
             raise CannotRun(f"{entry.key} has a manifest in its place already", hint=f"mlactl cache show {entry.key}")

@@ -18,13 +18,21 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from mlactl.cache import listing, locks, trust
 from mlactl.cache.adapter import CacheEntry, RootKind
 from mlactl.errors import CannotRun, Interrupted
 
+if TYPE_CHECKING:
+    from mlactl.cache.selectors import Selectors
+
 SCHEMA_VERSION = 1
+
+QUARANTINED = "quarantined: mlactl cache rm KEY forgets it"
+"""Why an entry that was set aside is kept."""
+
+E = TypeVar("E", bound=CacheEntry)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +164,17 @@ def build(
         root_kernels=listing.kernels_present(everything),
         root_kind=kind,
     )
+
+
+def without_quarantined(chosen: list[tuple[E, str]], selectors: Selectors) -> tuple[list[tuple[E, str]], list[Kept]]:
+    """The chosen less what is set aside, and those as kept: only `--status quarantined` selects them.
+
+    An object that is gone is an object that nobody knows was convicted: the next warmup would publish it again.
+    """
+    if "quarantined" in selectors.statuses:
+        return chosen, []
+    aside = [Kept(entry.key, QUARANTINED) for entry, _ in chosen if entry.status == "quarantined"]
+    return [(entry, reason) for entry, reason in chosen if entry.status != "quarantined"], aside
 
 
 def least_recent(chosen: list[tuple[CacheEntry, str]], excess_bytes: int, last_use: Callable[[CacheEntry], float]) -> list[tuple[CacheEntry, str]]:
@@ -331,6 +350,13 @@ def _unlink(folder: int, path: str, names: list[str]) -> None:
     finally:
         for name in rest if not exists_in(folder, first) else ():
             os.unlink(name, dir_fd=folder)
+
+
+def left(plan: PrunePlan, result: PruneResult) -> tuple[Outcome, ...]:
+    """What a plan of named entries was to remove and is there all the same, each with why: kept, in use, changed, or not removable."""
+    files = {entry.key: entry.files for entry in plan.entries}
+    skipped = [item for item in result.skipped if any(os.path.lexists(f"{plan.root}/{file.path}") for file in files.get(item.key, ()))]
+    return (*(Outcome(kept.key, kept.reason) for kept in plan.kept), *skipped, *result.failed)
 
 
 def exists_in(folder: int, name: str) -> bool:

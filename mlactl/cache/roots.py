@@ -60,6 +60,15 @@ class Roots:
         """The layer that objects are published to."""
         return next((layer for layer in self.layers if layer.writable), None)
 
+    def require_writable(self) -> Layer:
+        """The layer that objects are published to and removed from; raises CannotRun when there is none."""
+        if self.writable is None:
+            paths = ", ".join(str(layer.path) for layer in self.layers)
+            raise CannotRun(
+                f"every layer is read-only: {paths}", hint="put a writable root first: --cache-dir DIR or MLACTL_CACHE_DIR=/writable:/readonly"
+            )
+        return self.writable
+
 
 def resolve(cache_dir: str | None = None, environ: Mapping[str, str] = os.environ) -> Roots:
     """The layers to use: `cache_dir`, else MLACTL_CACHE_DIR (both `rw:ro1:ro2`), else $XDG_CACHE_HOME/mlactl, else ~/.cache/mlactl.
@@ -88,15 +97,22 @@ def _absolute(part: str, environ: Mapping[str, str]) -> Path:
     return Path(os.path.abspath(os.path.expanduser(part)))  # noqa: PTH100, PTH111
 
 
+def home_of(environ: Mapping[str, str]) -> str | None:
+    """This user's home folder as it is written down: HOME, else what the user database says; None where neither says one."""
+    if environ.get("HOME"):
+        return environ["HOME"]
+    try:
+        return pwd.getpwuid(os.getuid()).pw_dir
+    except KeyError:
+        return None
+
+
 def _home(environ: Mapping[str, str]) -> Path:
-    """This user's home folder: HOME, else what the user database says; raises CannotRun for none and for a relative one."""
-    home = environ.get("HOME", "")
-    if not home:
-        try:
-            home = pwd.getpwuid(os.getuid()).pw_dir
-        except KeyError:
-            found = f"HOME is not set and uid {os.getuid()} is not in the user database"
-            raise CannotRun(f"no home folder to keep the cache in: {found}", hint=_NAME_ONE) from None
+    """`home_of`; raises CannotRun for none and for a relative one."""
+    home = home_of(environ)
+    if home is None:
+        found = f"HOME is not set and uid {os.getuid()} is not in the user database"
+        raise CannotRun(f"no home folder to keep the cache in: {found}", hint=_NAME_ONE)
     if not home.startswith("/"):
         raise CannotRun(f"no home folder to keep the cache in: HOME is {home!r}, expected an absolute path", hint=_NAME_ONE)
     return Path(home)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Judge = Callable[["CacheEntry"], str | None]
 """Why an entry is selected, in a few words; None when it is not."""
 
-_COMPARE: dict[str, Callable[[int, int], bool]] = {
+COMPARE: dict[str, Callable[[int, int], bool]] = {
     "<": operator.lt,
     "<=": operator.le,
     "==": operator.eq,
@@ -43,7 +43,7 @@ class SpecRange:
 
     def matches(self, spec: SpecView) -> bool:
         """Whether a spec is in the range; one without a version is in none."""
-        return spec.version >= 0 and kernel_matches(spec.kernel_id, self.kernel) and _COMPARE[self.comparison](spec.version, self.version)
+        return spec.version >= 0 and kernel_matches(spec.kernel_id, self.kernel) and COMPARE[self.comparison](spec.version, self.version)
 
     def __str__(self) -> str:
         return f"{self.kernel}{self.comparison}{self.version}"

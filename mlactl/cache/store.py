@@ -10,13 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
+
 from mlactl.cache import locks, trust
 from mlactl.cache import toolchain as toolchains
 from mlactl.cache.entry import Entry, RejectedObject, Status, linked, read_checked, read_entry, shallow
 from mlactl.cache.key import KeyInputs, inputs_for
+from mlactl.cache.prefix import entry_of
 from mlactl.cache.roots import Layer, Roots, resolve
 from mlactl.cache.toolchain import Toolchain
-from mlactl.errors import CannotRun, NotFound, UsageError
+from mlactl.errors import CannotRun
 from mlactl.kernels.spec import CompileSpec
 
 __all__ = ["Entry", "Hit", "Miss", "SeveralToolchains", "Status", "Store"]
@@ -96,29 +99,16 @@ class Store:
         return found["json"], found["quarantined"]
 
     def entry(self, key: str, layers: Iterable[Layer] | None = None) -> Entry:
-        """The entry of a key or unique prefix, from the first layer that has it.
-
-        Upper-case digits are taken as lower-case ones. Raises NotFound when there is none, and UsageError for an empty
-        prefix or, naming the keys, for one that fits several.
-        """
-        if not key:
-            raise UsageError("an empty KEY names no entry", hint="mlactl cache ls shows the keys there are")
-        key = key.lower()
+        """The entry of a key or unique prefix, from the first layer that has it; raises what `prefix.entry_of` does."""
         chosen = self.roots.layers if layers is None else tuple(layers)
-        found: dict[str, Entry] = {}
-        if not key.strip(_HEX) and len(key) <= 64:
+
+        def matching(start: str) -> Iterator[Entry]:
             for layer in chosen:
                 for name in self._buckets(layer):
-                    if name.startswith(key[:2]):
-                        for entry in _matching(layer, name, key):
-                            found.setdefault(entry.key, entry)
-        if not found:
-            where = ", ".join(str(layer.path) for layer in chosen)
-            raise NotFound(f"no entry {key} in {where}", hint="mlactl cache ls shows the keys there are")
-        if len(found) > 1:
-            shown = ", ".join(name[: len(key) + 6] for name in sorted(found)[:5])
-            raise UsageError(f"{key} fits {len(found)} keys: {shown}{', …' if len(found) > 5 else ''}", hint="give more digits")
-        return next(iter(found.values()))
+                    if name.startswith(start[:2]):
+                        yield from _matching(layer, name, start)
+
+        return entry_of(key, ", ".join(str(layer.path) for layer in chosen), matching)
 
     def entry_in(self, layer: Layer, key: str) -> Entry | None:
         """The entry of a full key in one layer; None when the layer has no file of it."""
@@ -192,11 +182,17 @@ class Store:
         """What is looked for, and the entries that could answer: for each key its entries in the order of the layers."""
         if toolchains.current() is not None:
             inputs = inputs_for(spec, arch)
-            return inputs, [self._everywhere(inputs.key())]
+            return inputs, [self.everywhere(inputs.key())]
         return self._recorded_candidates(spec, arch)
 
-    def _everywhere(self, key: str) -> list[Entry]:
-        return [entry for layer in self.roots.layers if (entry := read_entry(layer, key)) is not None]
+    def everywhere(self, key: str) -> list[Entry]:
+        """The entries of a full key in the order of the layers. An object that is set aside in one layer is so in all of them.
+
+        A quarantine whose manifest cannot be read does not say which object it is about, and then it is about every one.
+        """
+        found = [entry for layer in self.roots.layers if (entry := read_entry(layer, key)) is not None]
+        aside = [entry for entry in found if entry.status is Status.QUARANTINED]
+        return [_masked(entry, aside) for entry in found] if aside and len(found) > len(aside) else found
 
     def _recorded_candidates(self, spec: CompileSpec, arch: str) -> tuple[KeyInputs | None, list[list[Entry]]]:
         """Candidates by everything in the key but the toolchain, which is taken from the manifests: they record what warmed the root."""
@@ -208,7 +204,7 @@ class Store:
             if inputs_for(spec, arch, entry.manifest.toolchain).key() == entry.key:
                 keys.append(entry.key)
         inputs = inputs_for(spec, arch, recorded[0]) if len(recorded) == 1 else None
-        return inputs, [self._everywhere(key) for key in dict.fromkeys(keys)]
+        return inputs, [self.everywhere(key) for key in dict.fromkeys(keys)]
 
     def _index(self) -> dict[tuple[CompileSpec, str], list[Entry]]:
         """Entries with a readable manifest by (spec, arch); read again when any bucket has changed since."""
@@ -233,6 +229,19 @@ class Store:
     def touch(self, entry: Entry) -> None:
         """Sets an entry's last use to now unless that was within the last minute; on a read-only layer it does nothing."""
         touch(entry)
+
+
+def _masked(entry: Entry, aside: list[Entry]) -> Entry:
+    """An entry as quarantined when its very object is among those that other layers have set aside."""
+    if entry.status is Status.QUARANTINED:
+        return entry
+    for other in aside:
+        if other.manifest is None or entry.manifest is None or other.manifest.object_sha256 == entry.manifest.object_sha256:
+            detail = f"this very object is set aside in {other.root}: mlactl cache show {entry.key} says what speaks against it"
+            if other.manifest is None:
+                detail = f"this key is set aside in {other.root} with a manifest that cannot be read, so nothing says which object was convicted"
+            return msgspec.structs.replace(entry, status=Status.QUARANTINED, detail=detail)
+    return entry
 
 
 def _not_followed(link: str) -> str:

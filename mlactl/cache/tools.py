@@ -140,13 +140,7 @@ def _given(environ: Mapping[str, str], variable: str) -> Path:
 
 def home_folder(environ: Mapping[str, str]) -> Path:
     """HOME, else what the user database says, else /: what the tools' `~` becomes."""
-    home = environ.get("HOME", "")
-    if not home:
-        try:
-            home = pwd.getpwuid(os.getuid()).pw_dir
-        except KeyError:
-            home = "/"
-    return _absolute(Path(home))
+    return _absolute(Path(roots.home_of(environ) or "/"))
 
 
 def temporary_folder(environ: Mapping[str, str]) -> Path:

@@ -131,10 +131,8 @@ def repair(store: Store, bad: Iterable[Entry], on_done: OnDone = _ignore, compil
 
     Raises Interrupted on Ctrl-C; entries rebuilt until then stay rebuilt.
     """
-    from mlactl.cache.prune import writable_layer
-
     # That layer alone: a good copy in a read-only one would count as nothing to do.
-    alone = Store(Roots((writable_layer(store),)))
+    alone = Store(Roots((store.roots.require_writable(),)))
     outcomes: list[RepairOutcome] = []
     try:
         for entry in bad:

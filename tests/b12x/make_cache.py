@@ -2,8 +2,9 @@
 
     python make_cache.py ROOT
 
-Prints {"keys": […], "stray": […], "variable": [name, value]} once ROOT is filled: the keys of a dense forward and merge, and
-of the merge compiled once more with a variable set that b12x counts as a compile setting. Then, for every line
+Prints {"keys": […], "stray": […], "sparse": […], "variable": [name, value]} once ROOT is filled: the keys of a dense forward and
+merge, of the merge compiled once more with a variable set that b12x counts as a compile setting, and of what a plan over NVFP4
+records with a latent scale compiles. Then, for every line
 {"root": …, "keys": […]} on standard input, prints {key: what loading it gave}: "loaded", or "miss".
 """
 
@@ -57,6 +58,27 @@ def compile_dense():
     preparation.compile_dense_mla(wanted, tuning.TUNING.encode_config(tuning.DenseMlaConfig(max_splits=8)), 0)
 
 
+def compile_sparse():
+    """A sparse decode over 432-byte NVFP4 records, planned with a latent scale that is not 1."""
+    from b12x.attention.sparse_mla._preparation import compile_sparse_mla
+    from b12x.attention.sparse_mla._scratch import B12XSparseMLAScratchCaps
+
+    caps = B12XSparseMLAScratchCaps(
+        device="cuda:0",
+        num_q_heads=16,
+        max_q_rows=4,
+        max_width=512,
+        softmax_scale=0.07,
+        kv_dtype=torch.uint8,
+        scale_format=2,
+        page_size=64,
+        latent_scale=0.37,
+        max_page_table_width=64,
+        max_batch=4,
+    )
+    compile_sparse_mla(caps, 0, False)
+
+
 def forget_merge_and_settings():
     """So that the next compile makes the merge once more: the package reads its settings, and compiles a shape, once a process."""
     from b12x._lib import compiler
@@ -88,10 +110,12 @@ def main():
     describe_target()
     compile_dense()
     keys = keys_in(root)
+    compile_sparse()
+    sparse = sorted(set(keys_in(root)) - set(keys))
     os.environ.update([STRAY])
     forget_merge_and_settings()
     compile_dense()
-    made = {"keys": keys, "stray": sorted(set(keys_in(root)) - set(keys)), "variable": STRAY}
+    made = {"keys": keys, "stray": sorted(set(keys_in(root)) - set(keys) - set(sparse)), "sparse": sparse, "variable": STRAY}
     print(json.dumps(made), file=answers, flush=True)
     from cutlass.runtime import find_runtime_libraries
 

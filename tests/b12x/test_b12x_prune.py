@@ -1,6 +1,7 @@
 """Removing from a b12x root and setting aside in one: what goes, what stays, and in which order, beside b12x at work."""
 
 import fcntl
+import hashlib
 import os
 import subprocess
 import sys
@@ -12,6 +13,8 @@ import pytest
 from b12x_files import KERNEL, PLAIN, Made, Root
 from users import NOBODY, as_root
 
+from mlactl.cache.advisories import bundled
+from mlactl.cache.audit import Claim, audit, read_code, restore
 from mlactl.cache.foreign.b12x.prune import ACCESS_TIME_STEP_S, TEMP_AGE_S
 from mlactl.cache.removal import PlannedFile, PrunePlan, apply
 from mlactl.cache.roots import keeps_access_times
@@ -385,19 +388,181 @@ def test_setting_aside_and_putting_back(cache, root, filled):
     assert cache.verify([cache.entry(key)])[0].status == "ok"
 
 
+class Stopped(BaseException):
+    """A kill."""
+
+
+def stopping_at(monkeypatch, root, key, step):
+    """Counts renames and removals, notes which live files are there after each, and is killed at the given one."""
+    seen = []
+
+    def watched(original):
+        def call(*args, **options):
+            if len(seen) == step:
+                monkeypatch.undo()
+                raise Stopped
+            original(*args, **options)
+            seen.append((root.file(key, "o").exists(), root.file(key, "json").exists()))
+
+        return call
+
+    for name in ("rename", "unlink"):
+        monkeypatch.setattr(os, name, watched(getattr(os, name)))
+    return seen
+
+
 @pytest.mark.parametrize("move", ["set_aside", "put_back"])
 def test_at_no_moment_is_there_an_object_without_what_it_can_be_checked_by(cache, root, filled, monkeypatch, move):
-    key, rename, seen = filled["decode 17"], os.rename, []
+    key = filled["decode 17"]
     if move == "put_back":
         cache.set_aside([cache.entry(key)])
-
-    def watched(old, new, **options):
-        rename(old, new, **options)
-        seen.append((root.file(key, "o").exists(), root.file(key, "json").exists()))
-
-    monkeypatch.setattr(os, "rename", watched)
+    seen = stopping_at(monkeypatch, root, key, None)
     getattr(cache, move)([cache.entry(key)])
-    assert seen == ([(False, True), (False, False)] if move == "set_aside" else [(False, True), (True, True)])
+    assert seen == ([(True, True), (False, True), (False, False)] if move == "set_aside" else [(False, True), (True, True), (True, True)])
+
+
+@pytest.mark.parametrize("step", [0, 1, 2])
+@pytest.mark.parametrize("move", ["set_aside", "put_back"])
+def test_a_move_cut_short_loses_nothing_and_can_be_done_again(cache, root, monkeypatch, move, step):
+    """Done again after the object had been renamed, setting aside removed that object as an earlier one."""
+    key = root.add()
+    before = {name: (root.path / name).read_bytes() for name in root.files()}
+    if move == "put_back":
+        cache.set_aside([cache.entry(key)])
+    judged = cache.entry(key)
+    stopping_at(monkeypatch, root, key, step)
+    with pytest.raises(Stopped):
+        getattr(cache, move)([judged])
+    assert sum((root.path / name).read_bytes() == Made().object for name in names(root, ".o", ".o.quarantined")) == 1
+    assert any((root.path / name).read_bytes() == before[f"{key[:2]}/{key}.json"] for name in names(root, ".json", ".json.quarantined"))
+    if move == "set_aside" and step == 2:
+        assert aside(cache)[0].manifest is not None, "the object has its manifest beside it already"
+        cache.put_back(aside(cache))
+        assert {name: (root.path / name).read_bytes() for name in root.files()} == before
+        return
+    if move == "put_back" and step == 2:
+        assert cache.verify([cache.entry(key)])[0].status == "ok"
+        return
+    getattr(cache, move)([judged])
+    expected = before
+    if move == "set_aside":
+        expected = {name if name.endswith("lock") else f"{name}.quarantined": data for name, data in before.items()}
+    assert {name: (root.path / name).read_bytes() for name in root.files()} == expected
+
+
+@pytest.mark.parametrize("harm", ["digest", "size", "object", "manifest", "key"])
+def test_what_is_not_intact_stays_set_aside(cache, root, harm):
+    """`audit --restore` put any file back that had the name: the full check was never made of what was set aside."""
+    key, other = root.add(), root.add(Made(version=5))
+    cache.set_aside([cache.entry(key)])
+    obj, manifest = root.file(key, "o.quarantined"), root.file(key, "json.quarantined")
+    data = obj.read_bytes()
+    {
+        "digest": lambda: obj.write_bytes(data[:-1] + bytes([data[-1] ^ 1])),
+        "size": lambda: obj.write_bytes(data[:-1]),
+        "object": obj.unlink,
+        "manifest": lambda: manifest.write_bytes(b"{"),
+        "key": lambda: manifest.write_bytes(root.file(other, "json").read_bytes()),
+    }[harm]()
+    status = {"object": "no-object", "manifest": "bad-manifest", "key": "bad-manifest"}.get(harm, harm)
+    (result,) = audit(cache, aside(cache), bundled()).results
+    assert (result.verdict, result.reasons[0].partition(":")[0]) == ("damaged", status)
+    for force in (False, True):
+        (refused,) = restore(cache, aside(cache), bundled(), force=force)
+        assert not refused.done
+        assert f"{status}: " in refused.reason
+    assert not root.file(key, "o").exists()
+    assert not root.file(key, "json").exists()
+
+
+def test_the_object_that_is_put_back_is_checked_under_the_lock(cache, root, monkeypatch):
+    """What changes between the audit and the rename is not put back."""
+    key = root.add()
+    cache.set_aside([cache.entry(key)])
+    entry, flock, obj = cache.entry(key), fcntl.flock, root.file(key, "o.quarantined")
+
+    def changed(file, operation):
+        flock(file, operation)
+        if operation & fcntl.LOCK_EX:
+            obj.write_bytes(obj.read_bytes()[:-1] + b"?")
+
+    monkeypatch.setattr(fcntl, "flock", changed)
+    (refused,) = restore(cache, [entry], bundled(), force=True)
+    assert (refused.done, "stays quarantined: it is not intact: digest" in refused.reason) == (False, True)
+
+
+def test_an_intact_one_goes_back(cache, root):
+    key = root.add()
+    cache.set_aside([cache.entry(key)])
+    (back,) = restore(cache, aside(cache), bundled())
+    assert (back.done, cache.verify([cache.entry(key)])[0].status) == (True, "ok")
+
+
+def test_what_b12x_wrote_since_it_was_judged_is_left(cache, root):
+    """The convicted object was replaced meanwhile; what lay there instead was set aside in its place."""
+    key = root.add()
+    judged = cache.entry(key)
+    other = Made().object[:-1] + b"?"
+    root.file(key, "o").write_bytes(other)
+    with pytest.raises(CannotRun, match=f"{key} is not the entry that was looked at: b12x has written another one since"):
+        cache.set_aside([judged])
+    assert root.file(key, "o").read_bytes() == other
+    root.add(object_sha256=hashlib.sha256(other).hexdigest())
+    root.file(key, "o").write_bytes(other)
+    with pytest.raises(CannotRun, match="is not the entry that was looked at"):
+        cache.set_aside([judged])
+    root.add()
+    assert cache.set_aside([judged]) == [key], "the same object, written again"
+
+
+def test_earlier_evidence_of_a_key_stays(cache, root):
+    made, key = Made(), root.add()
+    cache.set_aside([cache.entry(key)])
+    root.add(made)
+    cache.set_aside([cache.entry(key)])
+    assert names(root, ".quarantined", ".1") == [f"{key[:2]}/{key}.json.quarantined", f"{key[:2]}/{key}.o.quarantined"], "one and the same object"
+    other = made.object[:-1] + b"?"
+    root.add(made, object_sha256=hashlib.sha256(other).hexdigest())
+    root.file(key, "o").write_bytes(other)
+    cache.set_aside([cache.entry(key)])
+    assert root.file(key, "o.quarantined").read_bytes() == made.object
+    assert root.file(key, "o.quarantined.1").read_bytes() == other
+    first, second = cache.entries_of(key)
+    assert (first.aside, second.aside, {first.status, second.status}) == (".quarantined", ".quarantined.1", {"quarantined"})
+    assert cache.read_object(second) == other
+    assert cache.put_back([second]) == [key]
+    assert root.file(key, "o").read_bytes() == other
+    assert apply(cache.plan(Selectors(statuses=("quarantined",)))).removed == (key,)
+    assert names(root, ".quarantined", ".1") == []
+
+
+def test_code_that_changes_while_it_is_audited_is_not_read(cache, root):
+    key = root.add()
+    entry = cache.entry(key)
+    root.file(key, "o").write_bytes(Made().object[:-1] + b"?")
+    with pytest.raises(Exception, match="its object changed while it was audited"):
+        read_code(cache, entry, Claim("latent_scale", "latent_scale_identity", 1, 6), root.path)
+
+
+@pytest.mark.parametrize(
+    "selectors",
+    [
+        Selectors(specs=(parse_spec(f"{DECODE}<18"),)),
+        Selectors(kernels=(DECODE,)),
+        Selectors(older_than_s=0),
+        Selectors(judges=(CONVICTED,)),
+        Selectors(max_bytes=0),
+    ],
+    ids=["spec", "kernel", "older", "advisory", "max size"],
+)
+def test_what_is_set_aside_is_kept_by_name(cache, root, filled, selectors):
+    key = filled["decode 17"]
+    cache.set_aside([cache.entry(key)])
+    plan = cache.plan(selectors)
+    assert key not in chosen(plan)
+    assert [(kept.key, kept.reason) for kept in plan.kept] == [(key, "quarantined: mlactl cache rm KEY forgets it")]
+    assert chosen(cache.plan(Selectors(statuses=("quarantined",)))) == [key]
+    assert chosen(cache.plan_entries([cache.entry(key)])) == [key]
 
 
 def test_what_b12x_compiled_again_is_not_overwritten(cache, root, filled):

@@ -16,10 +16,13 @@ from b12x_files import Root
 
 from mlactl.cache import adapters
 from mlactl.cache.adapter import RootKind
+from mlactl.cache.advisories import bundled, takes_outer_scale
+from mlactl.cache.audit import audit, restore
 from mlactl.cache.removal import apply
 from mlactl.cache.selectors import Selectors, parse_spec
 
 VERSION = "1.5.1"
+DECODE = "attention.mla.sm120.decode"
 FORWARD, MERGE = "attention.dense_mla.forward", "attention.dense_mla.merge"
 
 
@@ -66,12 +69,13 @@ def test_a_cache_that_the_package_wrote(package):
     assert cache.kind is RootKind.B12X
     entries = {entry.key: entry for entry in cache.entries()}
     (stray,) = made["stray"]
-    assert entries.keys() == {*made["keys"], stray}
+    assert entries.keys() == {*made["keys"], *made["sparse"], stray}
     by_kernel = {entries[key].manifest.spec.kernel_id: key for key in made["keys"]}
     assert by_kernel.keys() == {FORWARD, MERGE}
     forward, merge = by_kernel[FORWARD], by_kernel[MERGE]
 
     what_it_recorded_is_read(cache, entries, forward, merge)
+    the_planned_sparse_decode_reads_its_scale_and_is_noticed(cache, [entries[key] for key in made["sparse"]])
     the_stray_variable_is_named_and_not_told(cache, merge, stray, *made["variable"])
     assert package.loads(forward, merge, stray) == ["loaded"] * 3
 
@@ -82,7 +86,7 @@ def test_a_cache_that_the_package_wrote(package):
 
 def what_it_recorded_is_read(cache, entries, forward, merge):
     assert {entry.status for entry in entries.values()} == {"ok"}
-    assert [entry.status for entry in cache.verify(entries.values())] == ["ok"] * 3
+    assert [entry.status for entry in cache.verify(entries.values())] == ["ok"] * 5
     found = entries[forward].manifest
     facts = dict(found.spec.facts)
     assert (found.spec.version, found.arch, found.device) == (4, "sm_120a", ("cuda", (12, 0), 188))
@@ -94,6 +98,23 @@ def what_it_recorded_is_read(cache, entries, forward, merge):
     assert kernel.registers > 0
     assert kernel.dynamic_smem_bytes == next(iter(described.manifest["launch_metadata"]["launch_dynamic_smem_bytes"].values()))[0]
     assert described.manifest["cache_format"] == "b12x_cute_compile_cache_v7_explicit_spec"
+
+
+def the_planned_sparse_decode_reads_its_scale_and_is_noticed(cache, sparse):
+    """The shipped parameter's place against the object that it was read off; the plan was made with a scale of 0.37."""
+    decode = next(entry for entry in sparse if entry.manifest.spec.kernel_id == DECODE)
+    facts = dict(decode.manifest.spec.facts)
+    assert (decode.manifest.spec.version, facts["scale_format"], facts["latent_scale_identity"]) == (53, 2, 1)
+    assert takes_outer_scale(decode.manifest.spec, RootKind.B12X)
+    (result,) = audit(cache, [decode], bundled()).results
+    assert (result.verdict, [advisory.id for advisory in result.advisories]) == ("notice", ["b12x-planned-path-without-scale"])
+    assert (result.code.parameter, result.code.ordinal, result.code.offset, result.code.size_bytes) == ("latent_scale", 6, 0x424, 4)
+    assert (result.code.reading, decode.manifest.arch) == ("read", "sm_120a")
+    assert any("c[0x0][0x424]" in line for line in result.code.instructions)
+    cache.set_aside([decode])
+    assert audit(cache, cache.entries_of(decode.key), bundled()).results[0].code == result.code, "read where it was set aside to"
+    (back,) = restore(cache, cache.entries_of(decode.key), bundled())
+    assert back.done
 
 
 def the_stray_variable_is_named_and_not_told(cache, merge, stray, name, value):

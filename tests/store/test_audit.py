@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ import stand_ins
 from mlactl.cache import machine_code
 from mlactl.cache.adapter import CacheAdapter, RootKind
 from mlactl.cache.adapters import open_cache
-from mlactl.cache.advisories import Advisories, ParameterPlace, bundled, judge, load
+from mlactl.cache.advisories import Advisories, ParameterPlace, bundled, judge, load, takes_outer_scale
 from mlactl.cache.audit import Verdict, audit, restore, set_convicted_aside
 from mlactl.cache.machine_code import Reading
 from mlactl.cache.store import Hit, Miss, Status, Store
@@ -44,6 +45,7 @@ class Manifest:
     spec: Spec
     arch: str = "sm_120a"
     created: str = "2026-01-01T00:00:00Z"
+    object_sha256: str = ""
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,14 @@ class Cache:
         return entry
 
     def verify(self, entries: Iterable[Foreign]) -> Sequence[Foreign]:
-        return list(entries)
+        digest = hashlib.sha256(self.data).hexdigest()
+        return [entry if entry.manifest is None else replace(entry, manifest=replace(entry.manifest, object_sha256=digest)) for entry in entries]
+
+    def in_place(self, entry: Foreign) -> Foreign:
+        return replace(self.verify([entry])[0], status="ok")
+
+    def masked(self, entry: Foreign) -> bool:
+        return False
 
     def read_object(self, entry: Foreign) -> bytes:
         return self.data
@@ -354,3 +363,42 @@ def test_entries_that_claim_nothing_need_no_disassembler(monkeypatch: pytest.Mon
     assert unfit.value.exit_code == 3
     assert unfit.value.hint is not None
     assert unfit.value.hint.startswith("pip install 'nvidia-cuda-nvdisasm>=13'")
+
+
+# ---------------------------------------------------------------------- layers
+
+
+def test_what_the_writable_layer_set_aside_is_judged_in_every_layer(bodies: scale_bodies.Bodies, tmp_path: Path) -> None:
+    """Both layers hold the convicted object: setting aside the one that can be is enough, and the other is still looked at."""
+    below, both = Store.open(str(tmp_path / "below")), Store.open(f"{tmp_path / 'above'}:{tmp_path / 'below'}")
+    poisoned = scale_bodies.publish(below, bodies["sm_120a", 1], "sm_120a", 0)
+    scale_bodies.publish(both, bodies["sm_120a", 1], "sm_120a", 0)
+    cache = open_cache(f"{tmp_path / 'above'}:{tmp_path / 'below'}")
+    entries = cache.entries_of(poisoned.key[:12])
+    assert [entry.root for entry in entries] == [tmp_path / "above", tmp_path / "below"]
+    report = audit(cache, entries, bundled())
+    assert len(report.failing) == 2
+    moved = set_convicted_aside(cache, report)
+    assert [item.done for item in moved] == [True, True]
+    assert moved[1].reason.startswith(f"{tmp_path / 'below'} still has it")
+    assert poisoned.manifest_path.exists()
+    again = audit(cache, cache.entries_of(poisoned.key), bundled())
+    assert [(result.verdict, result.quarantined) for result in again.results] == [(Verdict.CONVICTED, True)] * 2
+    assert again.failing == ()
+    assert isinstance(both.lookup(scale_bodies.spec_of(0), "sm_120a"), Miss)
+    alone = audit(open_cache(str(tmp_path / "below")), [poisoned], bundled())
+    assert len(alone.failing) == 1, "on its own the layer below still loads it"
+
+
+def test_the_outer_scale_is_taken_by_static_nvfp4_records_alone() -> None:
+    def takes(kind: str, kernel: str, **facts: Any) -> bool:
+        return takes_outer_scale(Spec(kernel, 53, tuple(facts.items())), kind)
+
+    assert takes("b12x", DECODE, **NVFP4)
+    assert takes("b12x", PREFILL, **NVFP4, latent_scale_identity=1), "whatever the key says of the scale"
+    assert takes("mlactl", DECODE, record="nvfp4_ds_mla_368")
+    for refused in (FP32, UE8M0, {}, {"model_type": 2, "scale_format": 2}, {**NVFP4, "latent_scale_per_token": 1}, {"scale_format": True}):
+        assert not takes("b12x", DECODE, **refused), refused
+    assert not takes("b12x", "attention.dense_mla.forward", **NVFP4)
+    assert not takes("mlactl", DECODE, **NVFP4), "another format's facts"
+    assert not takes("mlactl", DECODE, record="nvfp4_ds_mla_432_per_token")

@@ -529,7 +529,7 @@ def test_imported_to_a_shared_root_and_read_by_another_user(
     def work() -> None:
         found = readers.lookup(SPEC, "sm_120a")
         assert isinstance(found, Hit)
-        with pytest.raises(CannotRun, match="no layer to publish to"):
+        with pytest.raises(CannotRun, match="every layer is read-only"):
             bring(readers, bundle)
 
     assert in_child(work, uid=users.NOBODY) == 0

@@ -406,3 +406,49 @@ def test_a_held_lock_alone_makes_no_entry(store, filled):
     with locks.entry_lock(store.roots.writable, entry.key, exclusive=False, wait_s=0.0):
         assert [item.key for item in apply(plan(store, Selectors())).skipped] == [entry.key]
     assert apply(plan(store, Selectors())).removed == (entry.key,)
+
+
+# ---- what is set aside
+
+
+ANY = ("--advisory X", lambda _entry: "convicted")
+
+
+@pytest.mark.parametrize(
+    "selectors",
+    [
+        Selectors(),
+        Selectors(specs=(parse_spec("test.tiny<1"),)),
+        Selectors(older_than_s=30 * DAY),
+        Selectors(unused_for_s=30 * DAY),
+        Selectors(judges=(ANY,)),
+        Selectors(max_bytes=0),
+    ],
+    ids=["default", "spec", "older", "unused", "advisory", "max size"],
+)
+def test_a_quarantined_entry_is_kept_by_name(store, filled, selectors):
+    """Removed, it was forgotten: the next warmup published the convicted object again."""
+    aside = filled["superseded"]
+    stand_ins.quarantine(aside)
+    made = plan(store, selectors, now=time.time() + 31 * DAY)
+    assert aside.key not in chosen(made)
+    assert [(kept.key, kept.reason) for kept in made.kept] == [(aside.key, "quarantined: mlactl cache rm KEY forgets it")]
+
+
+def test_a_quarantined_entry_goes_when_it_is_named(store, filled):
+    aside = filled["superseded"]
+    stand_ins.quarantine(aside)
+    named = plan(store, Selectors(statuses=("quarantined",), kernels=("test",)))
+    assert (chosen(named), named.kept) == ([aside.key], ())
+    assert apply(plan_keys(store, [store.entry(aside.key)])).removed == (aside.key,)
+
+
+def test_max_size_does_not_count_on_what_is_kept(store, filled):
+    """The quarantined one is the least recently used: the size is reached by others, as if it could not be freed."""
+    aside = filled["superseded"]
+    stand_ins.quarantine(aside)
+    everything = list(store.entries())
+    total = sum(entry.object_bytes for entry in everything)
+    made = plan(store, Selectors(max_bytes=total - aside.object_bytes))
+    assert made.freed_bytes >= aside.object_bytes
+    assert aside.key not in chosen(made)

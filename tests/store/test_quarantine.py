@@ -67,7 +67,7 @@ def test_damaged_ones_are_set_aside_and_do_not_come_back(store: Store, publish: 
     quarantine.set_aside(entry)
     with pytest.raises(CannotRun, match="stays quarantined: its object is not intact: digest: SHA-256") as refused:
         quarantine.put_back(store.entry(entry.key))
-    assert refused.value.hint == f"mlactl warmup --profile PROFILE builds it again; mlactl cache rm {entry.key} forgets it"
+    assert refused.value.hint == f"mlactl warmup --profile PROFILE compiles it again; mlactl cache rm {entry.key} forgets it"
     assert status(store) is Status.QUARANTINED
 
 
@@ -193,6 +193,40 @@ def test_a_root_that_is_gone(publish: Publish, tmp_path: Path) -> None:
     entry = replace_layer(publish(), Layer(tmp_path / "absent", True))
     with pytest.raises(CannotRun, match="No such file or directory"):
         quarantine.set_aside(entry)
+
+
+# ---- layers
+
+
+@pytest.mark.parametrize("aside_in", ["above", "below"])
+def test_an_object_set_aside_in_one_layer_answers_from_none(publish: Publish, prebuilt: tiny.Prebuilt, tmp_path: Path, aside_in: str) -> None:
+    roots = {name: tmp_path / name for name in ("above", "below")}
+    entries = {name: publish(into=Store.open(str(root))) for name, root in roots.items()}
+    both = Store.open(f"{roots['above']}:{roots['below']}")
+    assert isinstance(both.lookup(tiny.spec(), "sm_120a"), Hit)
+    quarantine.set_aside(entries[aside_in])
+    missed = both.lookup(tiny.spec(), "sm_120a")
+    assert isinstance(missed, Miss)
+    assert f"this very object is set aside in {roots[aside_in]}" in missed.reason
+    assert [entry.status for entry in both.everywhere(entries["above"].key)] == [Status.QUARANTINED] * 2
+    with pytest.raises(CannotRun, match="this is the very object that was set aside"):
+        compile_and_publish(both, tiny.spec(), "sm_120a", compiler=prebuilt.compiler())
+
+
+def test_another_object_of_the_key_in_another_layer_answers(publish: Publish, prebuilt: tiny.Prebuilt, tmp_path: Path) -> None:
+    above, below = Store.open(str(tmp_path / "above")), Store.open(str(tmp_path / "below"))
+    good = publish(into=below)
+    wrong = tiny.published(above, inputs_for(tiny.spec(), "sm_120a"), stand_ins.link(prebuilt.impostor.read_bytes()))
+    assert wrong.key == good.key
+    quarantine.set_aside(wrong)
+    both = Store.open(f"{tmp_path / 'above'}:{tmp_path / 'below'}")
+    found = both.lookup(tiny.spec(), "sm_120a")
+    assert isinstance(found, Hit)
+    assert found.entry.root == tmp_path / "below"
+    (tmp_path / "above" / "v1" / wrong.key[:2] / f"{wrong.key}.quarantined").write_bytes(b"?")
+    missed = both.lookup(tiny.spec(), "sm_120a")
+    assert isinstance(missed, Miss)
+    assert "with a manifest that cannot be read, so nothing says which object was convicted" in missed.reason
 
 
 def replace_layer(entry: Entry, layer: Layer) -> Entry:

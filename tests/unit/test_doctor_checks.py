@@ -610,7 +610,7 @@ def test_why_a_miss_could_not_compile(root, monkeypatch, environ, patched, words
 
 def test_a_miss_cannot_compile_without_a_linker_or_a_root_to_write(root, monkeypatch):
     assert at(root, {"MLACTL_FROZEN": ""}).obstacle is None
-    assert at(f":{root}", {"MLACTL_FROZEN": ""}).obstacle == f"no layer to publish to: {root} are read-only"
+    assert at(f":{root}", {"MLACTL_FROZEN": ""}).obstacle == f"every layer is read-only: {root}"
     monkeypatch.setattr(situation, "linker", lambda: None)
     assert at(root, {"MLACTL_FROZEN": ""}).obstacle == "no linker here to compile with"
 

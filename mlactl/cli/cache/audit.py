@@ -56,17 +56,17 @@ def audit(
     for text in passed_over:
         out.warn(text)
     if restore:
-        _restore(out, cache, entries, known, force)
+        _restore(out, cache, _meant(entries), known, force)
         return
     report = _audit(out, cache, entries, known, facts_only, jobs)
     moved: Sequence[Moved] = ()
     if quarantine and report.convicted:
         if not yes:
-            _report_human(out, report, (), facts_only, in_full=False)
+            _report_human(out, cache, report, (), facts_only, in_full=False)
         if not out.confirm(f"quarantine {counted(len(report.convicted))} in {', '.join(map(str, cache.paths))}?", yes=yes):
             raise typer.Abort
         moved = _quarantine(out, cache, report)
-    _report(out, report, moved, facts_only, in_full=bool(keys), passed_over=passed_over)
+    _report(out, cache, report, moved, facts_only, in_full=bool(keys), passed_over=passed_over)
     if report.failing or passed_over:
         raise typer.Exit(1)
 
@@ -95,9 +95,17 @@ def _chosen(
     from mlactl.cache.listing import Filters, select
 
     if keys:
-        found = {(entry.root, entry.key): entry for entry in map(cache.entry, keys)}
-        return select(found.values(), Filters(kernels, arches))
+        found = [entry for key in keys for entry in cache.entries_of(key)]
+        return select({(entry.root, entry.object_path): entry for entry in found}.values(), Filters(kernels, arches))
     return select(cache.entries(on_problem=problems.append), Filters(kernels, arches))
+
+
+def _meant(entries: Sequence[CacheEntry]) -> list[CacheEntry]:
+    """One entry of each key to put back: the first that is set aside, in the order of the layers."""
+    by_key: dict[str, CacheEntry] = {}
+    for entry in sorted(entries, key=lambda entry: entry.status != "quarantined"):
+        by_key.setdefault(entry.key, entry)
+    return list(by_key.values())
 
 
 def _audit(out: Output, cache: CacheAdapter, entries: Sequence[CacheEntry], known: Advisories, facts_only: bool, jobs: int | None) -> Report:
@@ -136,16 +144,19 @@ def _restore(out: Output, cache: CacheAdapter, entries: Sequence[CacheEntry], kn
     if refused is not None:
         short = refused.entry.key[: rendering.SHORT_KEY]
         if refused.entry.status == "quarantined" and not force:
-            out.hint(f"mlactl warmup --profile NAME builds it again; mlactl cache audit {short} --restore --force puts it back all the same")
+            again = f"{rendering.AGAIN}; " if rendering.is_own(cache) else ""
+            out.hint(f"{again}mlactl cache audit {short} --restore --force puts an intact one back all the same")
         raise typer.Exit(1)
 
 
 # ---- what is shown
 
 
-def _report(out: Output, report: Report, moved: Sequence[Moved], facts_only: bool, *, in_full: bool, passed_over: Sequence[str]) -> None:
+def _report(
+    out: Output, cache: CacheAdapter, report: Report, moved: Sequence[Moved], facts_only: bool, *, in_full: bool, passed_over: Sequence[str]
+) -> None:
     if out.mode is Mode.HUMAN:
-        _report_human(out, report, moved, facts_only, in_full)
+        _report_human(out, cache, report, moved, facts_only, in_full)
         if passed_over:
             out.line(f"{counted(len(passed_over), 'folder', 'folders')} not looked at")
         return
@@ -174,7 +185,7 @@ def _row(result: Result, moved: Moved | None) -> dict[str, Any]:
     return row
 
 
-def _report_human(out: Output, report: Report, moved: Sequence[Moved], facts_only: bool, in_full: bool) -> None:
+def _report_human(out: Output, cache: CacheAdapter, report: Report, moved: Sequence[Moved], facts_only: bool, in_full: bool) -> None:
     for result in report.results:
         if in_full or result.guilty or result.verdict == "notice":
             _result_human(out, result)
@@ -183,8 +194,8 @@ def _report_human(out: Output, report: Report, moved: Sequence[Moved], facts_onl
         out.line(f"  what goes wrong: {advisory.consequence}")
         out.line(f"  what to do: {advisory.remedy}")
     for item in moved:
-        said = "set aside" if item.done else f"left in place: {item.reason}"
-        out.line(f"{item.entry.key[: rendering.SHORT_KEY]} {said}")
+        said = "set aside" if item.done else "left in place"
+        out.line(f"{item.entry.key[: rendering.SHORT_KEY]} {said}{f': {item.reason}' if item.reason else ''}")
     counts = Counter(f"{result.verdict}{' and quarantined' if result.quarantined else ''}" for result in report.results)
     verdicts = f": {', '.join(f'{number} {verdict}' for verdict, number in sorted(counts.items()))}" if counts else ""
     read = sum(result.code is not None for result in report.results)
@@ -192,7 +203,7 @@ def _report_human(out: Output, report: Report, moved: Sequence[Moved], facts_onl
     out.line(f"{counted(len(report.results))} audited{verdicts}{how}" if report.results else "0 entries")
     if moved:
         out.line(f"{sum(item.done for item in moved)} of {counted(len(moved))} set aside")
-    _hint_at(out, report, moved)
+    _hint_at(out, cache, report, moved)
 
 
 def _result_human(out: Output, result: Result) -> None:
@@ -205,13 +216,18 @@ def _result_human(out: Output, result: Result) -> None:
     out.line(f"  {entry.object_path}")
 
 
-def _hint_at(out: Output, report: Report, moved: Sequence[Moved]) -> None:
-    """What to do next: set aside what was convicted, build it again once it is, look at damage with verify."""
-    aside = [item for item in moved if item.done]
-    if aside:
-        out.hint("mlactl warmup --profile NAME builds them again; processes that loaded one keep it until they end")
+def _hint_at(out: Output, cache: CacheAdapter, report: Report, moved: Sequence[Moved]) -> None:
+    """What to do next: set aside what was convicted, compile it again once it is, look at damage with verify."""
+    own = rendering.is_own(cache)
+    if any(item.done for item in moved):
+        again = rendering.AGAIN if own else "b12x compiles them again when it needs them: audit what it writes"
+        out.hint(f"{again}; processes that loaded one keep it until they end")
     elif report.convicted and not moved:
         keys = [result.entry.key[: rendering.SHORT_KEY] for result in report.convicted]
         out.hint(f"mlactl cache audit {' '.join(keys[:_SHOWN_KEYS])}{' …' if len(keys) > _SHOWN_KEYS else ''} --quarantine sets them aside")
     if any(result.verdict == "damaged" for result in report.failing):
-        out.hint("mlactl cache verify --repair rebuilds damaged entries that this install can build")
+        rebuild, remove = (
+            "mlactl cache verify --repair rebuilds damaged entries that this install can build",
+            "mlactl cache rm KEY removes damaged ones",
+        )
+        out.hint(rebuild if own else remove)

@@ -87,8 +87,8 @@ def _show_human(out: Output, cache: CacheAdapter, found: Description, why_aside:
     if entry.status == "untrusted":
         out.hint(rendering.distrust_hint([entry]) or f"ls -ld {entry.object_path}")
     elif entry.status == "quarantined":
-        again = "mlactl warmup --profile NAME builds it again; " if rendering.is_own(cache) else ""
-        out.hint(f"{again}mlactl cache audit {short} --restore puts it back; mlactl cache rm {short} forgets it")
+        again = f"{rendering.AGAIN}; " if rendering.is_own(cache) else ""
+        out.hint(f"{again}mlactl cache audit {short} --restore puts it back if it is acquitted; mlactl cache rm {short} forgets it")
     elif entry.status != "ok" and rendering.is_own(cache):
         out.hint(f"mlactl cache verify {short} --repair, or mlactl cache rm {short}")
     elif entry.status != "ok":

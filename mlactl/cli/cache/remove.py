@@ -89,9 +89,22 @@ def rm(
     out = hints.make_output(output, json, quiet, cache_dir, root_kind)
     cache = rendering.open_cache(out, cache_dir, root_kind)
     plan = cache.plan_entries(rendering.resolve_keys(cache, keys), include_prepared=include_prepared, on_problem=out.warn)
-    _carry_out(out, plan, dry_run=dry_run, yes=yes)
-    if plan.kept and not dry_run:
-        raise typer.Exit(1)
+    result = _carry_out(out, plan, dry_run=dry_run, yes=yes)
+    if result is not None:
+        _refuse_what_is_left(plan, result)
+
+
+def _refuse_what_is_left(plan: PrunePlan, result: PruneResult) -> None:
+    """Raises CannotRun when something that was named is still there, whatever kept it."""
+    from mlactl.cache.removal import left
+
+    still = left(plan, result)
+    if still:
+        keys = " ".join(item.key[: rendering.SHORT_KEY] for item in still[:3])
+        raise CannotRun(
+            f"{counted(len(still))} of {len(plan.entries) + len(plan.kept)} named still there; {still[0].reason}",
+            hint=f"mlactl cache show {keys.partition(' ')[0]}; once that is mended: mlactl cache rm {keys}{' …' if len(still) > 3 else ''}",
+        )
 
 
 def _kept_specs(profiles: list[str] | None) -> tuple[CompileSpec, ...]:
@@ -110,8 +123,8 @@ def _by_advisory(cache: CacheAdapter, ids: list[str] | None) -> tuple[tuple[str,
     return ((" ".join(f"--advisory {identity}" for identity in ids), judge(bundled(), ids, cache.kind)),)
 
 
-def _carry_out(out: Output, plan: PrunePlan, *, dry_run: bool, yes: bool) -> None:
-    """Prints the plan or, once agreed to, applies it; off a terminal it refuses without --yes, whatever the plan holds."""
+def _carry_out(out: Output, plan: PrunePlan, *, dry_run: bool, yes: bool) -> PruneResult | None:
+    """Prints the plan or, once agreed to, applies it and returns what came of it; off a terminal it refuses without --yes."""
     empty = not plan.entries and not plan.locks
     if dry_run:
         out.document(
@@ -124,7 +137,7 @@ def _carry_out(out: Output, plan: PrunePlan, *, dry_run: bool, yes: bool) -> Non
             _nothing_selected(out, plan)
         else:
             out.hint(_same_command_with_yes())
-        return
+        return None
     if not (empty and out.can_ask):
         if not empty and not yes and out.can_ask:
             _plan_human(out, plan)
@@ -135,12 +148,13 @@ def _carry_out(out: Output, plan: PrunePlan, *, dry_run: bool, yes: bool) -> Non
             )
         if not out.confirm(f"remove {_what(plan)} from {plan.root}?", yes=yes):
             raise typer.Abort
-    _apply(out, plan)
+    result = _apply(out, plan)
     if empty:
         _nothing_selected(out, plan)
+    return result
 
 
-def _apply(out: Output, plan: PrunePlan) -> None:
+def _apply(out: Output, plan: PrunePlan) -> PruneResult:
     from mlactl.cache.removal import apply
 
     if plan.entries:
@@ -155,6 +169,7 @@ def _apply(out: Output, plan: PrunePlan) -> None:
         raise CannotRun(
             f"{counted(len(result.failed))} could not be removed; {first.reason}", hint=f"mlactl cache ls --cache-dir {shlex.quote(plan.root)}"
         )
+    return result
 
 
 def _what(plan: PrunePlan) -> str:

@@ -72,6 +72,9 @@ def checked_statuses(values: Sequence[str] | None) -> tuple[str, ...]:
     return tuple(dict.fromkeys(values or ()))
 
 
+AGAIN = "mlactl warmup --profile NAME compiles what was set aside again, and refuses the very object that was"
+"""What follows a quarantine: the right object takes the place of a mislabelled one, the same sources give the same object."""
+
 DEEP_STATUSES = frozenset({"digest", "arch", "symbol", "signature", "untrusted"})
 """Status words that only a full check gives: `--status` of a listing or a plan never meets them."""
 

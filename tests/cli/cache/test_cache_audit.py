@@ -76,13 +76,14 @@ def test_the_incident_from_finding_to_the_right_object(cache, store, bodies):
     assert "               facts say latent_scale_identity=0, the code never reads latent_scale\n" in shown.stdout
     short = identity.key[:12]
     assert shown.stderr == (
-        f"hint: mlactl warmup --profile NAME builds it again; mlactl cache audit {short} --restore puts it back; mlactl cache rm {short} forgets it\n"
+        "hint: mlactl warmup --profile NAME compiles what was set aside again, and refuses the very object that was; "
+        f"mlactl cache audit {short} --restore puts it back if it is acquitted; mlactl cache rm {short} forgets it\n"
     )
 
     left = cache("cache", "audit", identity.key, "--restore")
     assert left.code == 1
     assert left.lines[0].startswith(f"{identity.key[:12]} left as it is: the audit says convicted: facts say")
-    assert f"mlactl cache audit {identity.key[:12]} --restore --force puts it back all the same" in left.stderr
+    assert f"mlactl cache audit {identity.key[:12]} --restore --force puts an intact one back all the same" in left.stderr
     forced = cache("cache", "audit", identity.key, "--restore", "--force", "--json")
     assert (forced.code, forced.json["entries"][0]["restored"]) == (0, True)
     assert f"warning: {identity.key} was put back in spite of convicted: facts say" in forced.stderr

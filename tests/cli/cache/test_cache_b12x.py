@@ -162,7 +162,8 @@ def test_prune_and_rm(cli, root, filled):
     assert (gone.code, gone.stdout) == (0, f"removed 1 entry ({len(Made().object) / 1024:.1f} KiB) from {root.path}\n")
     root.prepare(filled["forward"])
     kept = cli("cache", "rm", filled["forward"], "--yes", *words)
-    assert kept.code == 1
+    assert kept.code == 2
+    assert "error: 1 entry of 1 named still there; named by preparation/" in kept.stderr
     assert "1 entry kept: named by preparation/" in kept.stdout
     assert cli("cache", "rm", filled["forward"], "--include-prepared", "--yes", *words).code == 0
     assert not root.file(filled["forward"], "o").exists()

@@ -245,6 +245,16 @@ def test_rm_of_an_absent_key_is_exit_1_and_removes_nothing(cache, store, filled)
     assert cache("cache", "rm", "--yes").code == 2
 
 
+def test_rm_of_what_is_in_use_is_exit_2(cache, store, filled):
+    """The exit code said 0 while the entry was still there."""
+    busy, free = filled.current, filled.newer
+    with locks.entry_lock(store.roots.writable, busy.key, exclusive=False, wait_s=0.0):
+        done = cache("cache", "rm", busy.key, free.key, "--yes", "--json")
+    assert (done.code, done.json["removed"]) == (2, [free.key])
+    assert f"error: 1 entry of 2 named still there; {locks.entry_lock_path(busy.layer, busy.key)} is in use by process {os.getpid()}" in done.stderr
+    assert busy.object_path.exists()
+
+
 def test_rm_takes_a_damaged_entry_too(cache, store, filled):
     filled.current.manifest_path.write_bytes(b"{")
     filled.newer.object_path.unlink()
@@ -261,8 +271,9 @@ def test_what_is_no_regular_file_is_left_alone_and_said(cache, store, filled):
         put(entry.object_path)
     keys = [entry.key for entry in (folder, fifo, link)]
     done = cache("cache", "rm", *keys, "--yes")
-    assert done.code == 1
+    assert done.code == 2
     assert done.stdout.startswith("removed 0 entries (0 B)")
+    assert "error: 3 entries of 3 named still there; not a regular file, left alone" in done.stderr
     for entry, kind in ((folder, "a directory"), (fifo, "a FIFO"), (link, "a symbolic link")):
         assert f"1 entry kept: not a regular file, left alone: ls -ld {entry.object_path}\n" in done.stdout
         assert entry.manifest_path.exists()

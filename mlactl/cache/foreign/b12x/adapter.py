@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,10 @@ from mlactl.cache.foreign.b12x import payload as payloads
 from mlactl.cache.foreign.b12x import prune, why
 from mlactl.cache.foreign.b12x.entry import Entry
 from mlactl.cache.foreign.b12x.manifest import Rejected
+from mlactl.cache.prefix import entry_of
 from mlactl.cache.removal import PrunePlan
 from mlactl.cache.selectors import Selectors
-from mlactl.errors import CannotRun, Interrupted, NotFound, UsageError
+from mlactl.errors import CannotRun, Interrupted
 from mlactl.kernels.spec import CompileSpec
 
 
@@ -48,22 +49,18 @@ class B12xCache:
 
     def entry(self, prefix: str) -> Entry:
         """The entry of a key or unique start of one, one that was set aside only where there is no other; raises NotFound and UsageError."""
-        if not prefix:
-            raise UsageError("an empty KEY names no entry", hint="mlactl cache ls shows the keys there are")
-        prefix = prefix.lower()
-        found: dict[str, Entry] = {}
-        if not prefix.strip("0123456789abcdef") and len(prefix) <= 64:
+
+        def matching(start: str) -> Iterator[Entry]:
             for bucket in entries.buckets(self.root):
-                if bucket.startswith(prefix[:2]):
-                    for entry in self._in_bucket(bucket):
-                        if entry.key.startswith(prefix) and not entry.residue:
-                            found.setdefault(entry.key, entry)
-        if not found:
-            raise NotFound(f"no entry {prefix} in {self.root}", hint="mlactl cache ls shows the keys there are")
-        if len(found) > 1:
-            shown = ", ".join(name[: len(prefix) + 6] for name in sorted(found)[:5])
-            raise UsageError(f"{prefix} fits {len(found)} keys: {shown}{', …' if len(found) > 5 else ''}", hint="give more digits")
-        return next(iter(found.values()))
+                if bucket.startswith(start[:2]):
+                    yield from (entry for entry in self._in_bucket(bucket) if entry.key.startswith(start) and not entry.residue)
+
+        return entry_of(prefix, str(self.root), matching)
+
+    def entries_of(self, prefix: str) -> list[Entry]:
+        """The entry of the key, and those of it that were set aside; raises NotFound and UsageError."""
+        key = self.entry(prefix).key
+        return [entry for entry in self._in_bucket(key[:2]) if entry.key == key and not entry.residue]
 
     def _in_bucket(self, bucket: str) -> list[Entry]:
         try:
@@ -99,6 +96,14 @@ class B12xCache:
     def examine(self, entry: CacheEntry, *, digests_only: bool = False) -> Entry:
         """The entry with the status of a full check."""
         return entries.examine(_ours(entry), digests_only=digests_only)
+
+    def in_place(self, entry: CacheEntry) -> Entry:
+        """An entry that was set aside with the status that the full check would give it were it put back."""
+        return entries.in_place(_ours(entry))
+
+    def masked(self, entry: CacheEntry) -> bool:
+        """Never: b12x has one root, and loads what it compiled again whether or not the same object was set aside."""
+        return False
 
     def verify(
         self, wanted: Iterable[CacheEntry], *, digests_only: bool = False, on_done: Callable[[int], None] = lambda _steps: None

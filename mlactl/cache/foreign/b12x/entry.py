@@ -1,7 +1,8 @@
 """Entries of a b12x root: its files by name, their state by names, sizes and manifests, and the full check of an object.
 
 `<root>/<key[:2]>/<key>.{o,json,lock}`. Nothing of another name is looked at, counted or touched. What this tool sets aside is
-`<key>.o.quarantined` and `<key>.json.quarantined`: no release opens a file of such a name.
+`<key>.o.quarantined` and `<key>.json.quarantined`, for the next object of the same key `<key>.o.quarantined.1` and so on: no release
+opens a file of such a name.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ from pathlib import Path
 import msgspec
 
 from mlactl.cache import elf, locks, trust
-from mlactl.cache.entry import Status, not_regular, status_of_part
+from mlactl.cache.entry import Status, status_of_part
 from mlactl.cache.foreign.b12x import manifest as manifests
 from mlactl.cache.foreign.b12x.manifest import Document, Manifest, Rejected
 from mlactl.cache.manifest import MAX_OBJECT_BYTES
+from mlactl.cache.reading import READ_FLAGS, not_regular, read_whole
 from mlactl.errors import CannotRun
 
 ASIDE = ".quarantined"
 SYMBOL_PREFIXES = ("b12x_cute_", "sparkinfer_cute_")
 
-_READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # NONBLOCK: a FIFO in an entry's place must not hang us
 _HEX = "0123456789abcdef"
-_FILE = re.compile(r"([0-9a-f]{64})\.(o|json|lock|o\.quarantined|json\.quarantined)")
+_FILE = re.compile(r"([0-9a-f]{64})\.(lock|(?:o|json)(?:\.quarantined(?:\.[1-9][0-9]{0,3})?)?)")
 RESIDUE = re.compile(r"[0-9a-f]{64}\.tmp|\.[0-9a-f]{64}\.(?:o|json)\.[A-Za-z0-9_]{1,32}\.tmp|\.peer-.{1,200}|\._stage_[0-9a-f]{1,64}")
 """What unfinished writers of one release or another leave: older ones `<key>.tmp`, newer ones the others."""
 _KEY_INSIDE = re.compile(r"(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])")
@@ -40,7 +41,8 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
     """One entry of a root, or what a writer left (`residue` is its file name, `key` that name too where no key stands in it).
 
     `written` is when the object was written, or the manifest where there is no object; `last_used` when the object was last
-    read, None where the filesystem does not say. Both are seconds since 1970.
+    read, None where the filesystem does not say. Both are seconds since 1970. `aside` is the ending of the files of an entry that
+    was set aside.
     """
 
     key: str
@@ -53,6 +55,7 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
     residue: str = ""
     written: float | None = None
     place: str = ""
+    aside: str = ""
 
     @property
     def bucket(self) -> Path:
@@ -62,21 +65,17 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
     @property
     def object_path(self) -> Path:
         """The compiled object, where it was set aside if it was, or the temporary."""
-        return Path(self.bucket, self.residue or f"{self.key}.o{self._aside}")
+        return Path(self.bucket, self.residue or f"{self.key}.o{self.aside}")
 
     @property
     def manifest_path(self) -> Path | None:
         """The manifest, or where one would be; None for a temporary."""
-        return None if self.residue else Path(self.bucket, f"{self.key}.json{self._aside}")
+        return None if self.residue else Path(self.bucket, f"{self.key}.json{self.aside}")
 
     @property
     def lock_path(self) -> Path | None:
         """The lock of b12x's own writers; None where the name of a temporary says no key."""
         return Path(self.bucket, f"{self.key}.lock") if is_key(self.key) else None
-
-    @property
-    def _aside(self) -> str:
-        return ASIDE if self.status is Status.QUARANTINED else ""
 
 
 def is_key(text: str) -> bool:
@@ -148,28 +147,28 @@ def in_bucket(root: Path, bucket: str, *, uses: bool) -> Iterator[Entry]:
 
 
 def of_key(root: Path, key: str, suffixes: set[str], *, uses: bool) -> Iterator[Entry]:
-    """The entry of a key, given which of its files there are, and the one that was set aside."""
+    """The entry of a key, given which of its files there are, and those that were set aside, the first one first."""
+    aside = sorted({f"{ASIDE}{end}" for suffix in suffixes for _, mark, end in [suffix.partition(ASIDE)] if mark}, key=lambda end: (len(end), end))
     if "o" in suffixes or "json" in suffixes:
         entry = _live(root, key, suffixes, uses=uses)
         if entry is not None:
             yield entry
-    elif "lock" in suffixes and "o.quarantined" not in suffixes:
+    elif "lock" in suffixes and not aside:
         # A lock alone is what a miss or a removal leaves, and no entry; a held one is a compile at work.
         holder = held(f"{root}/{key[:2]}/{key}.lock")
         if holder is not None:
             yield Entry(key, root, None, Status.LOCKED, f"being compiled: {holder}", place=key[:2])
-    if "o.quarantined" in suffixes or "json.quarantined" in suffixes:
-        yield _set_aside(root, key)
+    for end in aside:
+        yield _set_aside(root, key, end)
 
 
 def again(entry: Entry, *, uses: bool) -> Entry | None:
     """The same entry as it is now; None when it is gone."""
     if entry.residue:
         return entry if os.path.lexists(entry.object_path) else None
-    names = [suffix for suffix in ("o", "json", "lock", f"o{ASIDE}", f"json{ASIDE}") if os.path.lexists(entry.bucket / f"{entry.key}.{suffix}")]
-    aside = entry.status is Status.QUARANTINED
-    found = [other for other in of_key(entry.root, entry.key, set(names), uses=uses) if (other.status is Status.QUARANTINED) == aside]
-    return found[0] if found else None
+    names = ("lock", f"o{entry.aside}", f"json{entry.aside}")
+    there = {name for name in names if os.path.lexists(entry.bucket / f"{entry.key}.{name}")}
+    return next((other for other in of_key(entry.root, entry.key, there, uses=uses) if other.aside == entry.aside), None)
 
 
 def _live(root: Path, key: str, suffixes: set[str], *, uses: bool) -> Entry | None:
@@ -179,8 +178,8 @@ def _live(root: Path, key: str, suffixes: set[str], *, uses: bool) -> Entry | No
     status, detail = Status.OK, ""
     if "json" in suffixes:
         try:
-            data, modified = _read(f"{base}.json", manifests.MAX_BYTES)
-            written = written or modified
+            data, info = read_whole(f"{base}.json", manifests.MAX_BYTES)
+            written = written or info.st_mtime
             found = manifests.parse(data, key)
         except Rejected as rejected:
             status, detail = rejected.status, rejected.reason
@@ -206,14 +205,14 @@ def _live(root: Path, key: str, suffixes: set[str], *, uses: bool) -> Entry | No
     return Entry(key, root, found, status, detail, size, last_used, "", written, key[:2])
 
 
-def _set_aside(root: Path, key: str) -> Entry:
+def _set_aside(root: Path, key: str, aside: str) -> Entry:
     base = f"{root}/{key[:2]}/{key}"
-    size, _, written, _ = _object(f"{base}.o{ASIDE}", uses=False)
+    size, _, written, _ = _object(f"{base}.o{aside}", uses=False)
     found: Manifest | None = None
     with contextlib.suppress(OSError, Rejected):
-        found = manifests.parse(_read(f"{base}.json{ASIDE}", manifests.MAX_BYTES)[0], key)
+        found = manifests.parse(read_whole(f"{base}.json{aside}", manifests.MAX_BYTES)[0], key)
     detail = "set aside: no release of b12x loads it under this name"
-    return Entry(key, root, found, Status.QUARANTINED, detail, size, None, "", written, key[:2])
+    return Entry(key, root, found, Status.QUARANTINED, detail, size, None, "", written, key[:2], aside)
 
 
 def _residue(root: Path, place: str, name: str) -> Entry:
@@ -242,7 +241,7 @@ def _object(path: str, *, uses: bool) -> tuple[int | None, str, float | None, fl
 def held(path: str) -> str | None:
     """Who holds b12x's lock on a key right now, in words; None when nobody does, or it cannot be told."""
     try:
-        fd = os.open(path, _READ_FLAGS)
+        fd = os.open(path, READ_FLAGS)
     except OSError:
         return None
     try:
@@ -262,20 +261,6 @@ def held(path: str) -> str | None:
 # ---- reading
 
 
-def _read(path: str, limit: int) -> tuple[bytes, float]:
-    """A regular file of at most `limit` bytes and its modification time; raises OSError."""
-    fd = os.open(path, _READ_FLAGS)
-    try:
-        info = os.fstat(fd)
-        if not stat.S_ISREG(info.st_mode):
-            raise OSError(errno.EINVAL, not_regular(info.st_mode))
-        if info.st_size > limit:
-            raise OSError(errno.EFBIG, f"{info.st_size} bytes, more than the {limit} it can have")
-        return os.read(fd, info.st_size + 1), info.st_mtime
-    finally:
-        os.close(fd)
-
-
 def _why(error: OSError) -> str:
     if error.errno == errno.ELOOP:
         return f"{not_regular(stat.S_IFLNK)}, which is never followed"
@@ -286,28 +271,21 @@ def read_object(entry: Entry) -> bytes:
     """The object's bytes, leaving its access time alone where the system lets us: it is what tells the last use. Raises OSError."""
     path = str(entry.object_path)
     try:
-        fd = os.open(path, _READ_FLAGS | os.O_NOATIME)
+        return read_whole(path, MAX_OBJECT_BYTES, flags=READ_FLAGS | os.O_NOATIME)[0]
     except PermissionError:  # another owner's file
-        fd = os.open(path, _READ_FLAGS)
-    with open(fd, "rb") as file:
-        info = os.fstat(fd)
-        if not stat.S_ISREG(info.st_mode):
-            raise OSError(errno.EINVAL, not_regular(info.st_mode), path)
-        if info.st_size > MAX_OBJECT_BYTES:
-            raise OSError(errno.EFBIG, f"{info.st_size} bytes, more than an object can have", path)
-        return file.read()
+        return read_whole(path, MAX_OBJECT_BYTES)[0]
 
 
 def read_document(entry: Entry) -> Document:
     """The whole manifest of an entry; raises OSError and Rejected."""
     if entry.manifest_path is None:
         raise Rejected(Status.NO_MANIFEST, "a temporary has no manifest")
-    return manifests.read_document(_read(str(entry.manifest_path), manifests.MAX_BYTES)[0])
+    return manifests.read_document(read_whole(str(entry.manifest_path), manifests.MAX_BYTES)[0])
 
 
 def read_maker(entry: Entry) -> manifests.Maker:
     """What a manifest says of the package and the tools that wrote it; raises OSError and Rejected."""
-    return manifests.maker(_read(str(entry.manifest_path), manifests.MAX_BYTES)[0])
+    return manifests.maker(read_whole(str(entry.manifest_path), manifests.MAX_BYTES)[0])
 
 
 def examine(entry: Entry, *, digests_only: bool = False) -> Entry:
@@ -326,6 +304,27 @@ def examine(entry: Entry, *, digests_only: bool = False) -> Entry:
         return _restate(entry, Status.NO_OBJECT, error.strerror or str(error))
     status, detail = check_object(entry.key, entry.manifest, data, digests_only=digests_only)
     return entry if status is Status.OK else _restate(entry, status, detail)
+
+
+def in_place(entry: Entry) -> Entry:
+    """An entry that was set aside with the status that the full check would give it were it put back; its files stay where they are.
+
+    A bare object, which never had a manifest, is held to its key's symbol alone.
+    """
+    assert entry.manifest_path is not None
+    if entry.manifest is None and os.path.lexists(entry.manifest_path):
+        return _restate(entry, Status.BAD_MANIFEST, "its manifest cannot be read, or is another key's")
+    if entry.manifest is not None:
+        return examine(_restate(entry, Status.OK, ""))
+    try:
+        found = elf.identify_foreign(read_object(entry))
+    except elf.BadElf as error:
+        return _restate(entry, status_of_part(error.part), error.reason)
+    except OSError as error:
+        return _restate(entry, Status.NO_OBJECT, _why(error))
+    if not exports(found.symbols, entry.key):
+        return _restate(entry, Status.SYMBOL, f"exports no function of {entry.key}")
+    return _restate(entry, Status.NO_MANIFEST, "it was set aside without a manifest")
 
 
 def check_object(key: str, manifest: Manifest, data: bytes, *, digests_only: bool = False) -> tuple[Status, str]:

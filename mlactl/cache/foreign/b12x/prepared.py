@@ -7,7 +7,6 @@ the key of an object here. Removing such an object costs b12x a compile at its n
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import msgspec
 
 from mlactl.cache.manifest import is_sha256
+from mlactl.cache.reading import read_whole
 
 FOLDER = "preparation"
 MAX_BYTES = 64 << 20
@@ -44,7 +44,7 @@ def named(root: Path, on_problem: Callable[[str], None]) -> dict[str, str]:
         return found
     for name in names:
         try:
-            selections = msgspec.json.decode(_read(folder / name), type=_Selections)
+            selections = msgspec.json.decode(read_whole(str(folder / name), MAX_BYTES)[0], type=_Selections)
         except (OSError, msgspec.MsgspecError, ValueError, RecursionError):
             on_problem(f"{folder / name} is no readable selection file, so what it names is not known")
             continue
@@ -61,11 +61,3 @@ def has_selections(root: Path) -> bool:
         return any(is_sha256(name.removesuffix(".json")) for name in os.listdir(root / FOLDER))
     except OSError:
         return False
-
-
-def _read(path: Path) -> bytes:
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(fd, "rb") as file:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise ValueError("not a regular file")
-        return file.read(MAX_BYTES)

@@ -8,10 +8,13 @@ would leave, if anything stopped us there, an object that nobody can check any m
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
+import hashlib
 import os
 import re
+import secrets
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -22,9 +25,12 @@ from mlactl.cache import listing, locks
 from mlactl.cache.adapter import CacheEntry, RootKind
 from mlactl.cache.entry import Status
 from mlactl.cache.foreign.b12x import entry as entries
+from mlactl.cache.foreign.b12x import manifest as manifests
 from mlactl.cache.foreign.b12x import prepared
 from mlactl.cache.foreign.b12x.entry import ASIDE, Entry
-from mlactl.cache.removal import Chosen, Kept, PlannedEntry, PrunePlan, build, exists_in, folder_inside, least_recent
+from mlactl.cache.manifest import MAX_OBJECT_BYTES
+from mlactl.cache.reading import read_whole
+from mlactl.cache.removal import Chosen, Kept, PlannedEntry, PrunePlan, build, exists_in, folder_inside, least_recent, without_quarantined
 from mlactl.cache.selectors import Judge, Selectors, age_words
 from mlactl.errors import CannotRun, UsageError
 
@@ -53,9 +59,11 @@ def plan(
     selectors = _in_foreign_terms(selectors, now)
     judge = selectors.judge(now, lambda _entry: None)
     chosen = [(entry, reason) for entry in everything if (reason := judge(entry)) is not None]
+    chosen, spared = without_quarantined(chosen, selectors)
     picked = _guarded(root, chosen, include_prepared=include_prepared, now=now, on_problem=on_problem)
     if selectors.max_bytes is not None:
         picked = Chosen(least_recent(picked.entries, listing.total_bytes(everything) - selectors.max_bytes, _last_use), picked.kept)
+    picked.kept.extend(spared)
     return build(root, RootKind.B12X, selectors.words(), picked, list(everything), now, _paths)
 
 
@@ -82,13 +90,13 @@ def _refuse(root: Path, everything: list[Entry], selectors: Selectors, kept_prof
         if asked:
             raise UsageError(
                 f"{option} is for this project's own cache, and {root} is b12x's: {why}",
-                hint="select by --spec, --kernel, --arch, --status, --older-than, --unused-for or --max-size",
+                hint="select by --spec, --kernel, --arch, --status, --advisory, --older-than, --unused-for or --max-size",
             )
     if not selectors.narrowed and selectors.max_bytes is None:
         present = ", ".join(listing.kernels_present(everything)) or "no readable manifest"
         raise UsageError(
             f"nothing says what to remove from the b12x cache {root}, and a foreign root has no default selection; it has {present}",
-            hint="mlactl cache prune --spec 'KERNEL<N' --dry-run, or --kernel, --arch, --status, --older-than, --unused-for, --max-size",
+            hint="mlactl cache prune --spec 'KERNEL<N' --dry-run, or --advisory, --kernel, --arch, --status, --older-than, --unused-for, --max-size",
         )
 
 
@@ -154,8 +162,7 @@ def _last_use(entry: CacheEntry) -> float:
 
 # ---- apply
 
-_LIVE = re.compile(r"[0-9a-f]{64}\.(o|json)")
-_ASIDE = re.compile(rf"[0-9a-f]{{64}}\.(o|json){re.escape(ASIDE)}")
+_NAME = re.compile(rf"[0-9a-f]{{64}}\.(o|json)((?:{re.escape(ASIDE)}(?:\.[1-9][0-9]{{0,3}})?)?)")
 
 
 class B12xFormat:
@@ -172,11 +179,10 @@ class B12xFormat:
             return place if not place or entries.is_bucket(place) else None
         if not entries.is_key(planned.key) or place != planned.key[:2] or not all(name.startswith(f"{planned.key}.") for name in names):
             return None
-        for form in (_LIVE, _ASIDE):
-            found = [match[1] for name in names if (match := form.fullmatch(name))]
-            if len(found) == len(names) and found in (["o", "json"], ["o"], ["json"]):
-                return place
-        return None
+        found = [match.groups() for name in names if (match := _NAME.fullmatch(name))]
+        parts = [part for part, _ in found]
+        sound = len(found) == len(names) and parts in (["o", "json"], ["o"], ["json"]) and len({end for _, end in found}) == 1
+        return place if sound else None
 
     @contextmanager
     def locked(self, root: Path, folder: int, planned: PlannedEntry) -> Iterator[None]:
@@ -249,48 +255,139 @@ def _open_lock(folder: int, name: str, path: str) -> int:
 
 # ---- setting aside
 
+_MAX_ASIDE = 1000
+"""Objects of one key that can lie set aside: the reader of names knows numbers up to 9999."""
+
 
 def set_aside(entry: Entry) -> str | None:
-    """Renames an entry's files so that no release loads them, object first; why it was not done, or None.
+    """Takes an entry away so that no release loads it; why it was not done, or None.
 
-    After the first rename every release sees a manifest without an object, which is a miss to all of them. What was set
-    aside earlier under the same key is replaced.
+    The manifest is copied beside itself, the object renamed, then the manifest removed: every release sees a manifest without
+    an object after the one step that counts, and what was set aside has its manifest from then on. Stopped anywhere, nothing
+    is lost and the same call finishes it. What was set aside earlier under the same key stays, under a name of its own, unless
+    it is the very same object.
     """
-    return _renamed(entry, "", ASIDE, ("o", "json"))
+    return _under_lock(entry, _set_aside)
 
 
 def put_back(entry: Entry) -> str | None:
-    """Undoes `set_aside`, manifest first: an object is never there without what it can be checked by. Why it was not done, or None."""
-    return _renamed(entry, ASIDE, "", ("json", "o"))
+    """Undoes `set_aside` for an entry that passes the full check, manifest first: an object is never there without what it can
+    be checked by. Why it was not done, or None."""
+    return _under_lock(entry, _put_back)
 
 
-def _renamed(entry: Entry, old: str, new: str, parts: tuple[str, str]) -> str | None:
+def _under_lock(entry: Entry, move: Callable[[Entry, int], str | None]) -> str | None:
     place = f"{entry.root}/{entry.place}"
     with folder_inside(entry.root, entry.place) as folder:
         if folder is None:
             return f"{place} is gone or is a link"
         try:
             with key_lock(entry.root, folder, entry.key):
-                there = [part for part in parts if _is_file(folder, f"{entry.key}.{part}{old}")]
-                taken = [f"{entry.key}.{part}{new}" for part in parts if exists_in(folder, f"{entry.key}.{part}{new}")]
-                if not there:
-                    return f"no file of {entry.key} in {place}"
-                if taken and not new:
-                    return f"{place}/{taken[0]} is there already: b12x compiled it again; mlactl cache rm removes that one"
-                for name in taken:
-                    os.unlink(name, dir_fd=folder)
-                for part in there:
-                    os.rename(f"{entry.key}.{part}{old}", f"{entry.key}.{part}{new}", src_dir_fd=folder, dst_dir_fd=folder)
+                refused = move(entry, folder)
                 os.fsync(folder)
+                return refused
         except CannotRun as error:
             return error.message
         except OSError as error:
             return f"{place}: {error.strerror}"
+
+
+def _set_aside(entry: Entry, folder: int) -> str | None:
+    other = _not_the_judged_one(entry)
+    if other is not None:
+        return other
+    obj, manifest = f"{entry.key}.o", f"{entry.key}.json"
+    text = _read_in(folder, manifest, manifests.MAX_BYTES)
+    end = next((end for end in _endings() if _has_room(entry, folder, end, text)), None)
+    if end is None:
+        return f"{entry.root}/{entry.place} holds {_MAX_ASIDE} objects of {entry.key} that were set aside; mlactl cache prune --status quarantined"
+    if text is not None and not exists_in(folder, manifest + end):
+        _copy(folder, entry.key, manifest, manifest + end, text)
+    if exists_in(folder, obj):
+        os.rename(obj, obj + end, src_dir_fd=folder, dst_dir_fd=folder)
+    if text is not None:
+        os.unlink(manifest, dir_fd=folder)
     return None
 
 
-def _is_file(folder: int, name: str) -> bool:
-    try:
-        return stat.S_ISREG(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode)
-    except FileNotFoundError:
+def _not_the_judged_one(entry: Entry) -> str | None:
+    """Why the files that are there now are not the entry that was looked at; None when they are. The key is locked."""
+    now = entries.again(entry, uses=False)
+    if now is None or now.status is Status.QUARANTINED:
+        return f"no file of {entry.key} in {entry.root}/{entry.place}"
+    same = now.manifest == entry.manifest and now.object_bytes == entry.object_bytes
+    if same and entry.status is Status.OK and entry.manifest is not None:
+        # b12x may have written the same bytes again: the object is what was judged, not the file.
+        same = hashlib.sha256(entries.read_object(now)).hexdigest() == entry.manifest.object_sha256
+    elif same:
+        same = now.written == entry.written
+    return None if same else f"{entry.key} is not the entry that was looked at: b12x has written another one since; mlactl cache audit {entry.key}"
+
+
+def _endings() -> Iterator[str]:
+    yield ASIDE
+    for number in range(1, _MAX_ASIDE):
+        yield f"{ASIDE}.{number}"
+
+
+def _has_room(entry: Entry, folder: int, end: str, text: bytes | None) -> bool:
+    """Whether nothing is set aside under this ending, or only what the entry itself is: left by a call that was cut short, or the same object."""
+    obj, manifest = f"{entry.key}.o{end}", f"{entry.key}.json{end}"
+    if not exists_in(folder, obj) and not exists_in(folder, manifest):
+        return True
+    if text is None or entry.manifest is None or _read_in(folder, manifest, manifests.MAX_BYTES) != text:
         return False
+    if not exists_in(folder, obj):
+        return True
+    data = _read_in(folder, obj, MAX_OBJECT_BYTES)
+    return data is not None and hashlib.sha256(data).hexdigest() == entry.manifest.object_sha256
+
+
+def _put_back(entry: Entry, folder: int) -> str | None:
+    place, obj, manifest = f"{entry.root}/{entry.place}", f"{entry.key}.o", f"{entry.key}.json"
+    now = entries.again(entry, uses=False)
+    if not entry.aside or now is None:
+        return f"{entry.key} is not set aside in {place}"
+    checked = entries.in_place(now)
+    if checked.status not in (Status.OK, Status.NO_MANIFEST):
+        return f"{entry.key} stays quarantined: it is not intact: {checked.status}: {checked.detail}"
+    text, there = (_read_in(folder, name, manifests.MAX_BYTES) for name in (manifest + entry.aside, manifest))
+    # A manifest alone that says the same was put back by a call that was cut short.
+    taken = obj if exists_in(folder, obj) else manifest if exists_in(folder, manifest) and (text is None or there != text) else None
+    if taken is not None:
+        return f"{place}/{taken} is there already: b12x compiled it again; mlactl cache rm removes that one"
+    if text is not None and there is None:
+        _copy(folder, entry.key, manifest + entry.aside, manifest, text)
+    os.rename(obj + entry.aside, obj, src_dir_fd=folder, dst_dir_fd=folder)
+    if text is not None:
+        os.unlink(manifest + entry.aside, dir_fd=folder)
+    return None
+
+
+def _read_in(folder: int, name: str, limit: int) -> bytes | None:
+    """A file of an open folder; None where there is none."""
+    try:
+        return read_whole(name, limit, folder=folder)[0]
+    except FileNotFoundError:
+        return None
+
+
+def _copy(folder: int, key: str, name: str, new: str, text: bytes) -> None:
+    """Writes a manifest under another name, complete whenever it is there, with its owner, mode and time."""
+    info = os.stat(name, dir_fd=folder, follow_symlinks=False)
+    temporary = f".{key}.json.{secrets.token_hex(4)}.tmp"
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
+    try:
+        with open(fd, "wb") as file:
+            file.write(text)
+            file.flush()
+            if os.geteuid() == 0:
+                os.fchown(fd, info.st_uid, info.st_gid)
+            os.fchmod(fd, stat.S_IMODE(info.st_mode))
+            os.utime(fd, ns=(info.st_atime_ns, info.st_mtime_ns))
+            os.fsync(fd)
+        os.rename(temporary, new, src_dir_fd=folder, dst_dir_fd=folder)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary, dir_fd=folder)
+        raise

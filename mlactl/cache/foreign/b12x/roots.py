@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-import pwd
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from mlactl.cache.roots import home_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,18 +53,9 @@ def _root_of(era: _Era, environ: Mapping[str, str]) -> Candidate | None:
     for variable, below in steps:
         if environ.get(variable):
             return Candidate(_absolute(Path(environ[variable]) / below), variable, era.name)
-    home = _home(environ)
+    home = home_of(environ)
     return None if home is None else Candidate(_absolute(Path(home) / ".cache" / era.below_cache), "HOME", era.name)
 
 
 def _absolute(path: Path) -> Path:
     return Path(os.path.abspath(path))  # noqa: PTH100  links stay as they are
-
-
-def _home(environ: Mapping[str, str]) -> str | None:
-    if environ.get("HOME"):
-        return environ["HOME"]
-    try:
-        return pwd.getpwuid(os.getuid()).pw_dir
-    except KeyError:
-        return None

@@ -1,0 +1,45 @@
+"""Reading files that others may put anything in the place of: never through a link, never hanging on a FIFO, never without a limit."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+
+from mlactl.cache import locks
+
+READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+"""NONBLOCK: a FIFO in a file's place must not hang us."""
+
+
+def read_regular(path: str, limit: int, *, flags: int = READ_FLAGS, folder: int | None = None) -> tuple[bytes, os.stat_result]:
+    """A regular file's bytes, at most `limit` + 1, and the status of the descriptor they were read on.
+
+    Who needs it whole compares lengths, or uses `read_whole`. `folder` is a descriptor that `path` starts from. Raises OSError,
+    for what is no regular file too.
+    """
+    fd = os.open(path, flags, dir_fd=folder)
+    try:
+        info = os.fstat(fd)
+        if not stat.S_ISREG(info.st_mode):
+            raise OSError(errno.EINVAL, not_regular(info.st_mode), path)
+        wanted = min(limit, info.st_size) + 1  # not `limit`: allocating that can cost more than the read
+        data = os.read(fd, wanted)
+        while len(data) < min(wanted, info.st_size) and (part := os.read(fd, wanted - len(data))):
+            data += part
+    finally:
+        os.close(fd)
+    return data, info
+
+
+def read_whole(path: str, limit: int, *, flags: int = READ_FLAGS, folder: int | None = None) -> tuple[bytes, os.stat_result]:
+    """`read_regular` of a file that can have `limit` bytes at most; a longer one is an OSError."""
+    data, info = read_regular(path, limit, flags=flags, folder=folder)
+    if len(data) > limit:
+        raise OSError(errno.EFBIG, f"{info.st_size} bytes, more than the {limit} it can have", path)
+    return data, info
+
+
+def not_regular(mode: int) -> str:
+    """What stands in a file's place: `not a regular file but a FIFO`."""
+    return f"not a regular file but {locks.kind_of(mode)}"
