@@ -53,6 +53,13 @@ def repacked(tar: bytes) -> bytes:
     return zstandard.ZstdCompressor(level=1).compress(tar)
 
 
+def repadded(data: bytes) -> bytes:
+    """The same object with another byte between two of its sections: another one, in order."""
+    code = bytearray(data)
+    code[code.index(b"\0" * 64, len(code) // 3) + 8] = 1
+    return bytes(code)
+
+
 def bring(store: Store, bundle: bytes, **options: object) -> merge.Imported:
     return merge.bring_in(store, io.BytesIO(bundle), **options)  # type: ignore[arg-type]
 
@@ -177,6 +184,35 @@ def test_bad_entries_are_left_out_and_named(store: Store, three: list[Entry]) ->
     assert select.by_filters(store, Filters(kernels=("attention",))).keys == ()
 
 
+@pytest.mark.parametrize("filters", [Filters(), Filters(arches=("sm_120a",))], ids=["all", "arch"])
+@pytest.mark.parametrize("unreadable", [False, True])
+def test_an_object_set_aside_in_an_upper_layer_is_not_taken_from_a_lower_one(
+    store: Store, publish: Publish, prebuilt: tiny.Prebuilt, other: Store, filters: Filters, unreadable: bool
+) -> None:
+    convicted, good = publish(), publish(tiny.spec(3))
+    bring(other, bundle_of(store))
+    stand_ins.quarantine(convicted)
+    if unreadable:
+        (convicted.root / "v1" / convicted.key[:2] / f"{convicted.key}.quarantined").write_bytes(b"{}")
+    layered = Store.open(f"{store.roots.layers[0].path}:{other.roots.layers[0].path}")
+    assert select.by_filters(layered, filters) == select.Selection((good.key,), quarantined=(convicted.key,))
+    with write.pack(layered, [convicted.key, good.key]) as packed:
+        assert [manifest.key for manifest in packed.entries] == [good.key]
+        assert [(item.key, f"{convicted.object_path}: quarantined: " in item.reason) for item in packed.left_out] == [(convicted.key, True)]
+    upside_down = Store.open(f"{other.roots.layers[0].path}:{store.roots.layers[0].path}")
+    assert select.by_filters(upside_down, filters).keys == tuple(sorted((convicted.key, good.key))), "what is in use above is judged there"
+
+
+def test_another_object_than_the_one_set_aside_above_is_packed(store: Store, publish: Publish, prebuilt: tiny.Prebuilt, other: Store) -> None:
+    convicted = publish()
+    theirs = tiny.published(other, convicted.manifest.key_inputs(), repadded(convicted.object_path.read_bytes()))
+    stand_ins.quarantine(convicted)
+    layered = Store.open(f"{store.roots.layers[0].path}:{other.roots.layers[0].path}")
+    assert select.by_filters(layered, Filters()) == select.Selection((convicted.key,))
+    with write.pack(layered, [convicted.key]) as packed:
+        assert [manifest.object_sha256 for manifest in packed.entries] == [theirs.manifest.object_sha256]
+
+
 def test_an_untrusted_entry_is_left_out(store: Store, three: list[Entry]) -> None:
     three[0].object_path.chmod(0o666)
     with write.pack(store, [three[0].key, three[1].key]) as packed:
@@ -243,10 +279,7 @@ def test_import_merges(bundle: bytes, three: list[Entry], store: Store, prebuilt
 
 def test_another_object_under_the_same_key_is_said_and_stays(store: Store, publish: Publish, prebuilt: tiny.Prebuilt, other: Store) -> None:
     mine = publish()
-    code = bytearray(mine.object_path.read_bytes())
-    at = code.index(b"\0" * 64, len(code) // 3)
-    code[at + 8] = 1  # padding between sections: another object, in order
-    theirs = tiny.published(other, mine.manifest.key_inputs(), bytes(code))
+    theirs = tiny.published(other, mine.manifest.key_inputs(), repadded(mine.object_path.read_bytes()))
     assert examine(theirs).status is Status.OK
     outcome = bring(store, bundle_of(other)).outcomes[0]
     assert outcome.outcome == "already there"
