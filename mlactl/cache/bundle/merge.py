@@ -11,23 +11,24 @@ import os
 import shlex
 import shutil
 import stat
-from collections import deque
+import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import BinaryIO
 
 from mlactl.cache import flush, key, locks, publish, trust
 from mlactl.cache import toolchain as toolchains
-from mlactl.cache.bundle import packages
+from mlactl.cache.bundle import ahead, packages
 from mlactl.cache.bundle.layout import BadBundle
 from mlactl.cache.bundle.read import Bundle, Checked
 from mlactl.cache.entry import Entry, RejectedObject, Status, read_checked, read_entry
 from mlactl.cache.listing import Filters
 from mlactl.cache.manifest import Manifest
 from mlactl.cache.roots import Layer
-from mlactl.cache.store import Store, touch
+from mlactl.cache.store import TEMP_SUFFIX, Store, touch
 from mlactl.errors import CannotRun, Interrupted, MlactlError
 from mlactl.kernels import registry
 from mlactl.kernels.compiler import compile_options
@@ -37,6 +38,9 @@ PUBLISHED, REPLACED, PRESENT = "published", "replaced", "already there"
 QUARANTINED, OTHER_HOST, NOT_SELECTED, FAILED = "quarantined", "other host", "not selected", "failed"
 _LOCK_WAIT_S = 60.0
 _IMPORT_WAIT_S = 600.0
+_ALONE_S = 2.0
+"""How long others may have to wait for an import that publishes under the root's lock: a few thousand entries."""
+
 _WRITES_AHEAD = 4
 """Entries that are checked and not written yet: making files costs as much as checking them, and needs no interpreter."""
 
@@ -177,16 +181,16 @@ def _other_than_here() -> Callable[[Manifest], str | None]:
 
 def _verify(work: _Import, bundle: Bundle, sha256: str | None) -> None:
     """Reads the bundle to its end and keeps in the spool what is to be published; raises BadBundle."""
-    with ThreadPoolExecutor(1) as writer:
-        written: deque[Future[None]] = deque()
+
+    def kept() -> Iterator[tuple[int, Callable[[], None]]]:
         for checked in bundle.entries():
             if _sort_out(work, checked):
-                written.append(writer.submit(_keep, work, checked))
-            while len(written) > _WRITES_AHEAD:
-                written.popleft().result()
+                yield len(checked.data) + len(checked.text), partial(_keep, work, checked)
             work.watch.checked()
-        for last in written:
-            last.result()
+
+    with ThreadPoolExecutor(1) as writer:
+        for _ in ahead.in_order(writer, kept(), _WRITES_AHEAD):
+            pass
     if sha256 is not None and bundle.sha256 != sha256:
         raise BadBundle(f"the bundle has SHA-256 {bundle.sha256}, --sha256 says {sha256}")
 
@@ -268,38 +272,67 @@ def _publish(work: _Import) -> None:
     work.watch.publishing(len(work.waiting))
     # Contents before any name, and the names before this returns: two flushes of thousands of files together.
     work.flush(f"{spool}/{manifest.key}{suffix}" for manifest, _ in work.waiting for suffix in (".so", ".json"))
-    buckets: dict[str, None] = {}
+    buckets: dict[str, frozenset[str]] = {}
+    waiting = iter(work.waiting)
     try:
+        # Readers of a shared root, who cannot make lock files in it, share those that publishing leaves.
+        if work.mode == 0o600:
+            _publish_alone(work, waiting, buckets)
         with locks.root_lock(layer, exclusive=False, wait_s=_LOCK_WAIT_S) as root:
-            for manifest, outcome in work.waiting:
-                try:
-                    bucket = layer.bucket(manifest.key)
-                    if bucket not in buckets:
-                        publish.refuse_links(layer, manifest.key)
-                        publish.prepare_bucket(layer, manifest.key)
-                        buckets[bucket] = None
-                    work.outcomes.append(_publish_one(work, manifest, outcome, root))
-                except MlactlError as error:
-                    work.outcomes.append(Outcome(manifest, FAILED, error.message))
-                else:
-                    work.done += 1
-                work.watch.published()
+            for manifest, outcome in waiting:
+                _account(work, buckets, manifest, outcome, root)
     finally:
         work.flush([*buckets, layer.folder()])
 
 
-def _publish_one(work: _Import, manifest: Manifest, outcome: str, root: locks.Lease) -> Outcome:
-    """Two renames under the entry's lock; both files are on the disk by now."""
+def _publish_alone(work: _Import, waiting: Iterator[tuple[Manifest, str]], buckets: dict[str, frozenset[str]]) -> None:
+    """Publishes for a moment under the lock of the whole root where that is free: nobody holds or takes an entry's lock meanwhile.
+
+    A third of the files of an import would be lock files otherwise.
+    """
+    try:
+        lease = locks.acquire_root(work.layer, exclusive=True, wait_s=0.0)
+    except locks.LockBusy:
+        return
+    try:
+        until = time.monotonic() + _ALONE_S
+        while time.monotonic() < until and (item := next(waiting, None)) is not None:
+            _account(work, buckets, *item, None)
+    finally:
+        lease.close()
+
+
+def _account(work: _Import, buckets: dict[str, frozenset[str]], manifest: Manifest, outcome: str, root: locks.Lease | None) -> None:
+    """Publishes one entry and notes what became of it."""
+    layer = work.layer
+    try:
+        bucket = layer.bucket(manifest.key)
+        if bucket not in buckets:
+            publish.refuse_links(layer, manifest.key)
+            publish.prepare_bucket(layer, manifest.key)
+            buckets[bucket] = frozenset(name[:64] for name in os.listdir(bucket) if name.endswith(TEMP_SUFFIX))
+        lock = locks.entry_lock(layer, manifest.key, exclusive=True, wait_s=_LOCK_WAIT_S, root=root) if root is not None else nullcontext()
+        with lock:
+            work.outcomes.append(_publish_one(work, manifest, outcome, left=manifest.key in buckets[bucket]))
+    except MlactlError as error:
+        work.outcomes.append(Outcome(manifest, FAILED, error.message))
+    else:
+        work.done += 1
+    work.watch.published()
+
+
+def _publish_one(work: _Import, manifest: Manifest, outcome: str, *, left: bool) -> Outcome:
+    """Two renames under the entry's lock or the root's; both files are on the disk by now. `left`: there are temporaries of its key."""
     layer, name = work.layer, manifest.key
     bucket = layer.bucket(name)
-    with locks.entry_lock(layer, name, exclusive=True, wait_s=_LOCK_WAIT_S, root=root):
-        # Since it was checked somebody may have published it, or set it aside.
-        present = _present(layer, manifest)
-        if present is not None and present.outcome != REPLACED:
-            return present
-        if present is not None:
-            publish.refuse_folders(layer, name)
+    # Since it was checked somebody may have published it, or set it aside.
+    present = _present(layer, manifest)
+    if present is not None and present.outcome != REPLACED:
+        return present
+    if present is not None:
+        publish.refuse_folders(layer, name)
+    if left:
         publish.remove_temporaries(layer, name)
-        publish.replace_object(bucket, name, f"{work.spool}/{name}.so")
-        os.rename(f"{work.spool}/{name}.json", f"{bucket}/{name}.json")  # noqa: PTH104
+    publish.replace_object(bucket, name, f"{work.spool}/{name}.so")
+    os.rename(f"{work.spool}/{name}.json", f"{bucket}/{name}.json")  # noqa: PTH104
     return Outcome(manifest, outcome)
