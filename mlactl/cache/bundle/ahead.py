@@ -1,4 +1,4 @@
-"""Work on many entries in a few threads: reading, hashing, compressing and writing files all run without the interpreter."""
+"""Work on many entries in a few threads: unpacking, hashing and writing files run without the interpreter."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ MAX_BYTES = 32 << 20
 
 
 def workers() -> int:
-    """How many threads to use here; more than four wait for the interpreter."""
-    return min(4, max(1, len(os.sched_getaffinity(0))))
+    """How many threads check entries here; more would wait for the interpreter, which takes half of the work."""
+    return min(2, len(os.sched_getaffinity(0)))
 
 
 def in_order(pool: Executor, jobs: Iterable[tuple[int, Callable[[], T]]], ahead: int) -> Iterator[T]:

@@ -28,7 +28,7 @@ from mlactl.cache.entry import Entry, RejectedObject, Status, read_checked, read
 from mlactl.cache.listing import Filters
 from mlactl.cache.manifest import Manifest
 from mlactl.cache.roots import Layer
-from mlactl.cache.store import TEMP_SUFFIX, Store, touch
+from mlactl.cache.store import Store, touch
 from mlactl.errors import CannotRun, Interrupted, MlactlError
 from mlactl.kernels import registry
 from mlactl.kernels.compiler import compile_options
@@ -103,6 +103,17 @@ class _Import:
     outcomes: list[Outcome] = field(default_factory=list)
     waiting: list[tuple[Manifest, str]] = field(default_factory=list)
     done: int = 0
+    names: dict[str, frozenset[str]] = field(default_factory=dict)
+
+    def has(self, name: str, *, now: bool = False) -> bool:
+        """Whether the bucket of a key had any file of it when it was first looked at, or (with `now`) was when it was last asked so."""
+        bucket = self.layer.bucket(name)
+        if now or bucket not in self.names:
+            try:
+                self.names[bucket] = frozenset(file[:64] for file in os.listdir(bucket))
+            except FileNotFoundError:
+                self.names[bucket] = frozenset()
+        return name in self.names[bucket]
 
 
 def bring_in(
@@ -203,7 +214,7 @@ def _sort_out(work: _Import, checked: Checked) -> bool:
     elif manifest.host_arch != host:
         present = Outcome(manifest, OTHER_HOST, f"host code for {manifest.host_arch}, this machine is {host}")
     else:
-        present = _present(work.layer, manifest)
+        present = _present(work.layer, manifest) if work.has(manifest.key) else None
     if present is not None and present.outcome != REPLACED:
         work.outcomes.append(present)
         return False
@@ -272,7 +283,7 @@ def _publish(work: _Import) -> None:
     work.watch.publishing(len(work.waiting))
     # Contents before any name, and the names before this returns: two flushes of thousands of files together.
     work.flush(f"{spool}/{manifest.key}{suffix}" for manifest, _ in work.waiting for suffix in (".so", ".json"))
-    buckets: dict[str, frozenset[str]] = {}
+    buckets: dict[str, None] = {}
     waiting = iter(work.waiting)
     try:
         # Readers of a shared root, who cannot make lock files in it, share those that publishing leaves.
@@ -285,7 +296,7 @@ def _publish(work: _Import) -> None:
         work.flush([*buckets, layer.folder()])
 
 
-def _publish_alone(work: _Import, waiting: Iterator[tuple[Manifest, str]], buckets: dict[str, frozenset[str]]) -> None:
+def _publish_alone(work: _Import, waiting: Iterator[tuple[Manifest, str]], buckets: dict[str, None]) -> None:
     """Publishes for a moment under the lock of the whole root where that is free: nobody holds or takes an entry's lock meanwhile.
 
     A third of the files of an import would be lock files otherwise.
@@ -302,7 +313,7 @@ def _publish_alone(work: _Import, waiting: Iterator[tuple[Manifest, str]], bucke
         lease.close()
 
 
-def _account(work: _Import, buckets: dict[str, frozenset[str]], manifest: Manifest, outcome: str, root: locks.Lease | None) -> None:
+def _account(work: _Import, buckets: dict[str, None], manifest: Manifest, outcome: str, root: locks.Lease | None) -> None:
     """Publishes one entry and notes what became of it."""
     layer = work.layer
     try:
@@ -310,10 +321,15 @@ def _account(work: _Import, buckets: dict[str, frozenset[str]], manifest: Manife
         if bucket not in buckets:
             publish.refuse_links(layer, manifest.key)
             publish.prepare_bucket(layer, manifest.key)
-            buckets[bucket] = frozenset(name[:64] for name in os.listdir(bucket) if name.endswith(TEMP_SUFFIX))
-        lock = locks.entry_lock(layer, manifest.key, exclusive=True, wait_s=_LOCK_WAIT_S, root=root) if root is not None else nullcontext()
-        with lock:
-            work.outcomes.append(_publish_one(work, manifest, outcome, left=manifest.key in buckets[bucket]))
+            buckets[bucket] = None
+            work.has(manifest.key, now=True)
+        if root is None and not work.has(manifest.key):
+            os.rename(f"{work.spool}/{manifest.key}.so", f"{bucket}/{manifest.key}.so")  # noqa: PTH104
+            os.rename(f"{work.spool}/{manifest.key}.json", f"{bucket}/{manifest.key}.json")  # noqa: PTH104
+            work.outcomes.append(Outcome(manifest, outcome))
+        else:
+            with locks.entry_lock(layer, manifest.key, exclusive=True, wait_s=_LOCK_WAIT_S, root=root) if root is not None else nullcontext():
+                work.outcomes.append(_publish_one(work, manifest, outcome))
     except MlactlError as error:
         work.outcomes.append(Outcome(manifest, FAILED, error.message))
     else:
@@ -321,8 +337,8 @@ def _account(work: _Import, buckets: dict[str, frozenset[str]], manifest: Manife
     work.watch.published()
 
 
-def _publish_one(work: _Import, manifest: Manifest, outcome: str, *, left: bool) -> Outcome:
-    """Two renames under the entry's lock or the root's; both files are on the disk by now. `left`: there are temporaries of its key."""
+def _publish_one(work: _Import, manifest: Manifest, outcome: str) -> Outcome:
+    """Two renames under the entry's lock or the root's; both files are on the disk by now."""
     layer, name = work.layer, manifest.key
     bucket = layer.bucket(name)
     # Since it was checked somebody may have published it, or set it aside.
@@ -331,8 +347,7 @@ def _publish_one(work: _Import, manifest: Manifest, outcome: str, *, left: bool)
         return present
     if present is not None:
         publish.refuse_folders(layer, name)
-    if left:
-        publish.remove_temporaries(layer, name)
+    publish.remove_temporaries(layer, name)
     publish.replace_object(bucket, name, f"{work.spool}/{name}.so")
     os.rename(f"{work.spool}/{name}.json", f"{bucket}/{name}.json")  # noqa: PTH104
     return Outcome(manifest, outcome)

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import BinaryIO
 
 import zstandard
 
 from mlactl.cache import locks
-from mlactl.cache.bundle import ahead, layout
+from mlactl.cache.bundle import layout
 from mlactl.cache.bundle.packages import Requirement, required
 from mlactl.cache.bundle.select import LeftOut, convicting, set_aside_above
 from mlactl.cache.entry import REMOVED, Entry, RejectedObject, Status, read_checked
@@ -27,9 +26,6 @@ from mlactl.errors import CannotRun
 LEVEL = 1
 """Half the time of level 3 for objects a twenty-fifth larger."""
 _READ_WAIT_S = 60.0
-_READS_AHEAD = 8
-_OBJECT_BYTES = 1 << 20
-"""What an object that is being read is taken to hold; they have about 100 KB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +58,13 @@ def pack(store: Store, keys: Iterable[str], folder: str | None = None, on_entry:
 
     The temporary has no name and is in `folder`, else where temporaries go. Raises OSError when it cannot be written.
     """
-    with tempfile.TemporaryFile(dir=folder) as body, ThreadPoolExecutor(ahead.workers()) as readers:
+    with tempfile.TemporaryFile(dir=folder) as body:
         rows, packed, left_out = [], [], []
         trusted_folders: set[str] = set()
         # How many workers there are does not change the bytes, only whether there are any.
-        with _compressor(ahead.workers()).stream_writer(body, closefd=False) as stream:
-            jobs = ((_OBJECT_BYTES, partial(_read, store, key, trusted_folders)) for key in sorted(set(keys)))
-            for found in ahead.in_order(readers, jobs, _READS_AHEAD):
+        with _compressor(min(4, max(1, len(os.sched_getaffinity(0))))).stream_writer(body, closefd=False) as stream:
+            for key in sorted(set(keys)):
+                found = _read(store, key, trusted_folders)
                 if isinstance(found, LeftOut):
                     left_out.append(found)
                 else:
