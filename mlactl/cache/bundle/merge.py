@@ -103,6 +103,7 @@ class _Import:
     outcomes: list[Outcome] = field(default_factory=list)
     waiting: list[tuple[Manifest, str]] = field(default_factory=list)
     done: int = 0
+    host: str = field(default_factory=lambda: key.host_arch())  # once: each call lets the other threads take the interpreter
     names: dict[str, frozenset[str]] = field(default_factory=dict)
 
     def has(self, name: str, *, now: bool = False) -> bool:
@@ -208,11 +209,11 @@ def _verify(work: _Import, bundle: Bundle, sha256: str | None) -> None:
 
 def _sort_out(work: _Import, checked: Checked) -> bool:
     """Whether the entry is to be kept in the spool; notes what becomes of it."""
-    manifest, host = checked.manifest, key.host_arch()
+    manifest = checked.manifest
     if not work.filters.pass_manifest(manifest):
         present: Outcome | None = Outcome(manifest, NOT_SELECTED)
-    elif manifest.host_arch != host:
-        present = Outcome(manifest, OTHER_HOST, f"host code for {manifest.host_arch}, this machine is {host}")
+    elif manifest.host_arch != work.host:
+        present = Outcome(manifest, OTHER_HOST, f"host code for {manifest.host_arch}, this machine is {work.host}")
     else:
         present = _present(work.layer, manifest) if work.has(manifest.key) else None
     if present is not None and present.outcome != REPLACED:
