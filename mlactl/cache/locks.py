@@ -1,8 +1,9 @@
 """Locks of a root: one compile per key, and which entries are in use. They are flock(2) locks, so a dead process holds none.
 
 `<bucket>/<key>.lock` is held exclusively by a publisher or remover and shared by readers, until their process ends.
-`v1/root.lock` is held shared by whoever holds an entry lock; only `prune --locks` takes it exclusively, to unlink lock
-files: a lock file that is unlinked while somebody opens it would let two processes hold "the" lock.
+`v1/root.lock` is held shared by whoever holds an entry lock. Two take it exclusively, for seconds at most: an import,
+which then publishes without a lock file for each entry, and `prune --locks`, to unlink lock files: one that is unlinked
+while somebody opens it would let two processes hold "the" lock.
 `v1/import.lock` is held exclusively by an import, so that its spool is nobody else's.
 """
 
@@ -32,6 +33,9 @@ IMPORT_LOCK = "import.lock"
 LOCK_SUFFIX = ".lock"
 _BUCKET = re.compile(r"[0-9a-f]{2}")
 _LOCK_FILE = re.compile(r"[0-9a-f]{64}[.]lock")
+
+_ROOT_WAIT_S = 10.0
+"""The root's lock is held exclusively for seconds at most, so whoever would not wait for an entry's waits for that."""
 
 _READERS_SEEN = 5
 """Polls in a row that must find only readers before a waiter gives up: another waiter's probe looks like a reader for microseconds."""
@@ -167,7 +171,7 @@ def acquire_entry(layer: Layer, key: str, *, exclusive: bool, wait_s: float) -> 
     it (they keep it until their processes end), NotALockFile when something else is in the lock file's place, and OSError
     when the lock file cannot be opened.
     """
-    root = acquire_root(layer, exclusive=False, wait_s=wait_s)
+    root = acquire_root(layer, exclusive=False, wait_s=max(wait_s, _ROOT_WAIT_S))
     try:
         lease = _acquire(entry_lock_path(layer, key), exclusive=exclusive, wait_s=wait_s)
     except BaseException:
@@ -183,10 +187,14 @@ def acquire_root(layer: Layer, *, exclusive: bool, wait_s: float) -> Lease:
 
 
 def holder_of(layer: Layer, key: str) -> Holder | None:
-    """Who holds an entry's lock exclusively right now; None when nobody does, or it cannot be told."""
+    """Who holds an entry's lock, or that of the whole root, exclusively right now; None when nobody does, or it cannot be told."""
+    return _holder(entry_lock_path(layer, key)) or _holder(root_lock_path(layer))
+
+
+def _holder(path: str) -> Holder | None:
     try:
         # Non-blocking: opening a FIFO to read would wait for somebody to write.
-        fd = os.open(entry_lock_path(layer, key), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return None
     try:

@@ -19,6 +19,7 @@ import tiny
 import users
 import zstandard
 
+from mlactl.cache import locks
 from mlactl.cache import toolchain as toolchains
 from mlactl.cache.bundle import layout, merge, packages, read, select, write
 from mlactl.cache.bundle.layout import BadBundle
@@ -51,6 +52,13 @@ def unpacked(bundle: bytes) -> bytes:
 
 def repacked(tar: bytes) -> bytes:
     return zstandard.ZstdCompressor(level=1).compress(tar)
+
+
+def repadded(data: bytes) -> bytes:
+    """The same object with another byte between two of its sections: another one, in order."""
+    code = bytearray(data)
+    code[code.index(b"\0" * 64, len(code) // 3) + 8] = 1
+    return bytes(code)
 
 
 def bring(store: Store, bundle: bytes, **options: object) -> merge.Imported:
@@ -177,6 +185,35 @@ def test_bad_entries_are_left_out_and_named(store: Store, three: list[Entry]) ->
     assert select.by_filters(store, Filters(kernels=("attention",))).keys == ()
 
 
+@pytest.mark.parametrize("filters", [Filters(), Filters(arches=("sm_120a",))], ids=["all", "arch"])
+@pytest.mark.parametrize("unreadable", [False, True])
+def test_an_object_set_aside_in_an_upper_layer_is_not_taken_from_a_lower_one(
+    store: Store, publish: Publish, prebuilt: tiny.Prebuilt, other: Store, filters: Filters, unreadable: bool
+) -> None:
+    convicted, good = publish(), publish(tiny.spec(3))
+    bring(other, bundle_of(store))
+    stand_ins.quarantine(convicted)
+    if unreadable:
+        (convicted.root / "v1" / convicted.key[:2] / f"{convicted.key}.quarantined").write_bytes(b"{}")
+    layered = Store.open(f"{store.roots.layers[0].path}:{other.roots.layers[0].path}")
+    assert select.by_filters(layered, filters) == select.Selection((good.key,), quarantined=(convicted.key,))
+    with write.pack(layered, [convicted.key, good.key]) as packed:
+        assert [manifest.key for manifest in packed.entries] == [good.key]
+        assert [(item.key, f"{convicted.object_path}: quarantined: " in item.reason) for item in packed.left_out] == [(convicted.key, True)]
+    upside_down = Store.open(f"{other.roots.layers[0].path}:{store.roots.layers[0].path}")
+    assert select.by_filters(upside_down, filters).keys == tuple(sorted((convicted.key, good.key))), "what is in use above is judged there"
+
+
+def test_another_object_than_the_one_set_aside_above_is_packed(store: Store, publish: Publish, prebuilt: tiny.Prebuilt, other: Store) -> None:
+    convicted = publish()
+    theirs = tiny.published(other, convicted.manifest.key_inputs(), repadded(convicted.object_path.read_bytes()))
+    stand_ins.quarantine(convicted)
+    layered = Store.open(f"{store.roots.layers[0].path}:{other.roots.layers[0].path}")
+    assert select.by_filters(layered, Filters()) == select.Selection((convicted.key,))
+    with write.pack(layered, [convicted.key]) as packed:
+        assert [manifest.object_sha256 for manifest in packed.entries] == [theirs.manifest.object_sha256]
+
+
 def test_an_untrusted_entry_is_left_out(store: Store, three: list[Entry]) -> None:
     three[0].object_path.chmod(0o666)
     with write.pack(store, [three[0].key, three[1].key]) as packed:
@@ -243,10 +280,7 @@ def test_import_merges(bundle: bytes, three: list[Entry], store: Store, prebuilt
 
 def test_another_object_under_the_same_key_is_said_and_stays(store: Store, publish: Publish, prebuilt: tiny.Prebuilt, other: Store) -> None:
     mine = publish()
-    code = bytearray(mine.object_path.read_bytes())
-    at = code.index(b"\0" * 64, len(code) // 3)
-    code[at + 8] = 1  # padding between sections: another object, in order
-    theirs = tiny.published(other, mine.manifest.key_inputs(), bytes(code))
+    theirs = tiny.published(other, mine.manifest.key_inputs(), repadded(mine.object_path.read_bytes()))
     assert examine(theirs).status is Status.OK
     outcome = bring(store, bundle_of(other)).outcomes[0]
     assert outcome.outcome == "already there"
@@ -333,7 +367,7 @@ REFUSED = {
     "duplicate": (lambda tar: relisted(tar, lambda d: d["entries"].insert(0, d["entries"][0])), "listed twice or out of order"),
     "name in the list": (lambda tar: relisted(tar, lambda d: set_in(d, "entries/0/files/1/name", "../x.so")), "../x.so"),
     "key": (lambda tar: relisted(tar, lambda d: set_in(d, "entries/0/key", "../../../x")), "is no key"),
-    "object too large": (lambda tar: relisted(tar, lambda d: set_in(d, "entries/0/files/1/size", 1 << 40)), "expected 1 to 1073741824"),
+    "object too large": (lambda tar: relisted(tar, lambda d: set_in(d, "entries/0/files/1/size", 1 << 40)), "expected 1 to 67108864"),
     "manifest too large": (lambda tar: relisted(tar, lambda d: set_in(d, "entries/0/files/0/size", 1 << 21)), "expected 1 to 1048576"),
     "digest": (lambda tar: relisted(tar, lambda d: set_in(d, "entries/0/files/0/sha256", "0" * 64)), "digest"),
     "object digest": (lambda tar: relisted(tar, lambda d: set_in(d, "entries/0/files/1/sha256", "0" * 64)), "says otherwise"),
@@ -344,7 +378,7 @@ REFUSED = {
     "field": (lambda tar: relisted(tar, lambda d: set_in(d, "made_by", "me")), "bundle.json"),
     "no entries": (lambda tar: relisted(tar, lambda d: d["entries"].clear()), "lists no entries"),
     "spelling": (lambda tar: tar.replace(b'"schema_version":1}', b'"schema_version":01', 1), "bundle.json"),
-    "list too large": (lambda tar: layout.header("bundle.json", 65 << 20) + tar[512:], "expected at most 67108864"),
+    "list too large": (lambda tar: layout.header("bundle.json", 17 << 20) + tar[512:], "expected at most 16777216"),
     "another first member": (lambda tar: layout.header("other.json", 10) + tar[512:], "expected file bundle.json"),
     "trailing zeros": (lambda tar: tar + bytes(512), "trailing data"),
     "nothing": (lambda tar: b"", "truncated"),
@@ -411,7 +445,7 @@ def test_trailing_data(bundle: bytes, other: Store, more: bytes | None) -> None:
 def test_a_bomb_is_refused_in_little_memory(other: Store, in_child: Callable[..., int]) -> None:
     """64 GiB of zeros in 2 MB, where the list should be and behind it: refused as soon as it is more than was announced."""
     zeros = zstandard.ZstdCompressor(level=1).compress(bytes(1 << 27))
-    listed = zstandard.ZstdCompressor().compress(layout.header("bundle.json", 60 << 20)) + zeros * 8
+    listed = zstandard.ZstdCompressor().compress(layout.header("bundle.json", 15 << 20)) + zeros * 8
 
     def work() -> None:
         import resource
@@ -421,6 +455,49 @@ def test_a_bomb_is_refused_in_little_memory(other: Store, in_child: Callable[...
         for bomb in (zeros, listed):
             with pytest.raises(BadBundle):
                 bring(other, bomb)
+
+    assert in_child(work) == 0
+    assert no_trace(other)
+
+
+def announcing(tar: bytes, size: int, room: int) -> bytes:
+    """The archive with that size announced for its first object, in the list and before it, and so many zeros in its place."""
+    listed = relisted(tar, lambda document: set_in(document, "entries/0/files/1/size", size))
+    with tarfile.open(fileobj=io.BytesIO(listed)) as archive:
+        member = archive.getmembers()[2]
+    return listed[: member.offset] + layout.header(member.name, size) + bytes(room)
+
+
+def tiny_rows() -> bytes:
+    """The list that makes most of 16 MiB, as far as decoding goes."""
+    row = b'{"arch":"x","files":[{"name":"","sha256":"","size":1},{"name":"","sha256":"","size":1}],"host_arch":"x","key":"x","spec":0,"toolchain":0}'
+    head, tail = b'{"entries":[', b'],"requires":[],"schema_version":1}\n'
+    rows = b",".join([row] * ((layout.MAX_LISTING_BYTES - len(head) - len(tail)) // (len(row) + 1)))
+    data = head + rows + tail
+    return layout.header("bundle.json", len(data)) + data + layout.padding(len(data))
+
+
+@pytest.mark.parametrize("bomb", ["object of 1 GiB", "objects of 64 MiB", "list of 16 MiB"])
+def test_what_a_bundle_announces_costs_little_memory(bundle: bytes, other: Store, in_child: Callable[..., int], bomb: str) -> None:
+    """A small file, sizes in order by its own account: refused at the price of the largest object there can be."""
+    tar = unpacked(bundle)
+    made = {
+        "object of 1 GiB": lambda: announcing(tar, 1 << 30, 1 << 28),
+        "objects of 64 MiB": lambda: announcing(tar, 64 << 20, 64 << 20) + tar[-1024:],
+        "list of 16 MiB": tiny_rows,
+    }[bomb]()
+    small = zstandard.ZstdCompressor(level=1, write_content_size=False).compress(made)
+    assert len(small) < 100_000
+    del made
+
+    def work() -> None:
+        import resource
+
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        with pytest.raises(BadBundle):
+            bring(other, small)
+        grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10
+        assert grown < 200, f"{grown} MiB"
 
     assert in_child(work) == 0
     assert no_trace(other)
@@ -501,6 +578,41 @@ def test_an_entry_in_use_stops_no_other(bundle: bytes, three: list[Entry], store
     assert outcomes[three[0].key].outcome == "failed"
     assert "is in use by" in outcomes[three[0].key].reason
     assert outcomes[three[1].key].outcome == "replaced"
+
+
+def test_a_private_root_gets_no_lock_files_from_an_import_and_a_shared_one_does(bundle: bytes, other: Store, tmp_path: Path) -> None:
+    bring(other, bundle)
+    shared = Store.open(str(tmp_path / "shared"))
+    bring(shared, bundle, shared=True)
+    assert [len(list(Path(store.roots.layers[0].folder()).glob("*/*.lock"))) for store in (other, shared)] == [0, 3]
+
+
+def test_nobody_has_an_entrys_lock_while_an_import_publishes(bundle: bytes, three: list[Entry], other: Store, in_child: Callable[..., int]) -> None:
+    """Another process that asks for one meanwhile gets it when the entries are all there, also when it would not wait long."""
+    layer, asked = other.roots.layers[0], []
+    key = max(entry.key for entry in three)
+
+    def ask() -> None:
+        if asked:
+            return
+        holder = locks.holder_of(layer, key)
+        asked.append((holder.pid if holder else None, os.fork()))
+        if asked[0][1] == 0:
+            with entry_lock(layer, key, exclusive=True, wait_s=0.0):
+                found = layer.path / "v1" / key[:2] / f"{key}.json"
+                os._exit(0 if found.exists() else 3)
+
+    bring(other, bundle, watch=merge.Watch(published=ask))
+    pid, child = asked[0]
+    assert pid == os.getpid()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_an_import_beside_a_reader_takes_each_entrys_lock(bundle: bytes, other: Store, publish: Publish) -> None:
+    held = publish(tiny.spec(5), into=other)
+    with entry_lock(held.layer, held.key, exclusive=False, wait_s=1):
+        assert len(bring(other, bundle).of("published")) == 3
+    assert len(list(Path(held.layer.folder()).glob("*/*.lock"))) == 4
 
 
 def test_the_spool_of_a_killed_import_goes_and_nothing_else_in_its_place(bundle: bytes, other: Store, publish: Publish) -> None:

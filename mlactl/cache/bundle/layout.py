@@ -10,16 +10,20 @@ import tarfile
 
 import msgspec
 
+from mlactl.cache import elf
 from mlactl.cache.bundle.packages import Requirement
 from mlactl.cache.key import canonical_bytes
-from mlactl.cache.manifest import MAX_BYTES, MAX_OBJECT_BYTES, Manifest, is_sha256
+from mlactl.cache.manifest import MAX_BYTES, Manifest, is_sha256
 from mlactl.errors import MlactlError
 from mlactl.printable import plain
 
 SCHEMA_VERSION = 1
 LISTING_NAME = "bundle.json"
-MAX_LISTING_BYTES = 64 << 20
-"""About 60,000 entries; more than that is split with `--arch` or `--kernel`."""
+MAX_LISTING_BYTES = 16 << 20
+"""About 15,000 entries; more than that is split with `--arch` or `--kernel`. Decoded it takes up to ten times as much memory."""
+
+MAX_OBJECT_BYTES = elf.MAX_OBJECT_BYTES
+"""What a load accepts: a member that is announced larger is refused before it is unpacked."""
 
 MAX_TOTAL_BYTES = 64 << 30
 """Objects and manifests of one bundle together; what lists more is refused before anything is unpacked."""

@@ -11,16 +11,17 @@ import os
 import shlex
 import shutil
 import stat
-from collections import deque
+import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import BinaryIO
 
 from mlactl.cache import flush, key, locks, publish, trust
 from mlactl.cache import toolchain as toolchains
-from mlactl.cache.bundle import packages
+from mlactl.cache.bundle import ahead, packages
 from mlactl.cache.bundle.layout import BadBundle
 from mlactl.cache.bundle.read import Bundle, Checked
 from mlactl.cache.entry import Entry, RejectedObject, Status, read_checked, read_entry
@@ -37,6 +38,9 @@ PUBLISHED, REPLACED, PRESENT = "published", "replaced", "already there"
 QUARANTINED, OTHER_HOST, NOT_SELECTED, FAILED = "quarantined", "other host", "not selected", "failed"
 _LOCK_WAIT_S = 60.0
 _IMPORT_WAIT_S = 600.0
+_ALONE_S = 2.0
+"""How long others may have to wait for an import that publishes under the root's lock: a few thousand entries."""
+
 _WRITES_AHEAD = 4
 """Entries that are checked and not written yet: making files costs as much as checking them, and needs no interpreter."""
 
@@ -99,6 +103,18 @@ class _Import:
     outcomes: list[Outcome] = field(default_factory=list)
     waiting: list[tuple[Manifest, str]] = field(default_factory=list)
     done: int = 0
+    host: str = field(default_factory=lambda: key.host_arch())  # once: each call lets the other threads take the interpreter
+    names: dict[str, frozenset[str]] = field(default_factory=dict)
+
+    def has(self, name: str, *, now: bool = False) -> bool:
+        """Whether the bucket of a key had any file of it when it was first looked at, or (with `now`) was when it was last asked so."""
+        bucket = self.layer.bucket(name)
+        if now or bucket not in self.names:
+            try:
+                self.names[bucket] = frozenset(file[:64] for file in os.listdir(bucket))
+            except FileNotFoundError:
+                self.names[bucket] = frozenset()
+        return name in self.names[bucket]
 
 
 def bring_in(
@@ -177,29 +193,29 @@ def _other_than_here() -> Callable[[Manifest], str | None]:
 
 def _verify(work: _Import, bundle: Bundle, sha256: str | None) -> None:
     """Reads the bundle to its end and keeps in the spool what is to be published; raises BadBundle."""
-    with ThreadPoolExecutor(1) as writer:
-        written: deque[Future[None]] = deque()
+
+    def kept() -> Iterator[tuple[int, Callable[[], None]]]:
         for checked in bundle.entries():
             if _sort_out(work, checked):
-                written.append(writer.submit(_keep, work, checked))
-            while len(written) > _WRITES_AHEAD:
-                written.popleft().result()
+                yield len(checked.data) + len(checked.text), partial(_keep, work, checked)
             work.watch.checked()
-        for last in written:
-            last.result()
+
+    with ThreadPoolExecutor(1) as writer:
+        for _ in ahead.in_order(writer, kept(), _WRITES_AHEAD):
+            pass
     if sha256 is not None and bundle.sha256 != sha256:
         raise BadBundle(f"the bundle has SHA-256 {bundle.sha256}, --sha256 says {sha256}")
 
 
 def _sort_out(work: _Import, checked: Checked) -> bool:
     """Whether the entry is to be kept in the spool; notes what becomes of it."""
-    manifest, host = checked.manifest, key.host_arch()
+    manifest = checked.manifest
     if not work.filters.pass_manifest(manifest):
         present: Outcome | None = Outcome(manifest, NOT_SELECTED)
-    elif manifest.host_arch != host:
-        present = Outcome(manifest, OTHER_HOST, f"host code for {manifest.host_arch}, this machine is {host}")
+    elif manifest.host_arch != work.host:
+        present = Outcome(manifest, OTHER_HOST, f"host code for {manifest.host_arch}, this machine is {work.host}")
     else:
-        present = _present(work.layer, manifest)
+        present = _present(work.layer, manifest) if work.has(manifest.key) else None
     if present is not None and present.outcome != REPLACED:
         work.outcomes.append(present)
         return False
@@ -269,37 +285,70 @@ def _publish(work: _Import) -> None:
     # Contents before any name, and the names before this returns: two flushes of thousands of files together.
     work.flush(f"{spool}/{manifest.key}{suffix}" for manifest, _ in work.waiting for suffix in (".so", ".json"))
     buckets: dict[str, None] = {}
+    waiting = iter(work.waiting)
     try:
+        # Readers of a shared root, who cannot make lock files in it, share those that publishing leaves.
+        if work.mode == 0o600:
+            _publish_alone(work, waiting, buckets)
         with locks.root_lock(layer, exclusive=False, wait_s=_LOCK_WAIT_S) as root:
-            for manifest, outcome in work.waiting:
-                try:
-                    bucket = layer.bucket(manifest.key)
-                    if bucket not in buckets:
-                        publish.refuse_links(layer, manifest.key)
-                        publish.prepare_bucket(layer, manifest.key)
-                        buckets[bucket] = None
-                    work.outcomes.append(_publish_one(work, manifest, outcome, root))
-                except MlactlError as error:
-                    work.outcomes.append(Outcome(manifest, FAILED, error.message))
-                else:
-                    work.done += 1
-                work.watch.published()
+            for manifest, outcome in waiting:
+                _account(work, buckets, manifest, outcome, root)
     finally:
         work.flush([*buckets, layer.folder()])
 
 
-def _publish_one(work: _Import, manifest: Manifest, outcome: str, root: locks.Lease) -> Outcome:
-    """Two renames under the entry's lock; both files are on the disk by now."""
+def _publish_alone(work: _Import, waiting: Iterator[tuple[Manifest, str]], buckets: dict[str, None]) -> None:
+    """Publishes for a moment under the lock of the whole root where that is free: nobody holds or takes an entry's lock meanwhile.
+
+    A third of the files of an import would be lock files otherwise.
+    """
+    try:
+        lease = locks.acquire_root(work.layer, exclusive=True, wait_s=0.0)
+    except locks.LockBusy:
+        return
+    try:
+        until = time.monotonic() + _ALONE_S
+        while time.monotonic() < until and (item := next(waiting, None)) is not None:
+            _account(work, buckets, *item, None)
+    finally:
+        lease.close()
+
+
+def _account(work: _Import, buckets: dict[str, None], manifest: Manifest, outcome: str, root: locks.Lease | None) -> None:
+    """Publishes one entry and notes what became of it."""
+    layer = work.layer
+    try:
+        bucket = layer.bucket(manifest.key)
+        if bucket not in buckets:
+            publish.refuse_links(layer, manifest.key)
+            publish.prepare_bucket(layer, manifest.key)
+            buckets[bucket] = None
+            work.has(manifest.key, now=True)
+        if root is None and not work.has(manifest.key):
+            os.rename(f"{work.spool}/{manifest.key}.so", f"{bucket}/{manifest.key}.so")  # noqa: PTH104
+            os.rename(f"{work.spool}/{manifest.key}.json", f"{bucket}/{manifest.key}.json")  # noqa: PTH104
+            work.outcomes.append(Outcome(manifest, outcome))
+        else:
+            with locks.entry_lock(layer, manifest.key, exclusive=True, wait_s=_LOCK_WAIT_S, root=root) if root is not None else nullcontext():
+                work.outcomes.append(_publish_one(work, manifest, outcome))
+    except MlactlError as error:
+        work.outcomes.append(Outcome(manifest, FAILED, error.message))
+    else:
+        work.done += 1
+    work.watch.published()
+
+
+def _publish_one(work: _Import, manifest: Manifest, outcome: str) -> Outcome:
+    """Two renames under the entry's lock or the root's; both files are on the disk by now."""
     layer, name = work.layer, manifest.key
     bucket = layer.bucket(name)
-    with locks.entry_lock(layer, name, exclusive=True, wait_s=_LOCK_WAIT_S, root=root):
-        # Since it was checked somebody may have published it, or set it aside.
-        present = _present(layer, manifest)
-        if present is not None and present.outcome != REPLACED:
-            return present
-        if present is not None:
-            publish.refuse_folders(layer, name)
-        publish.remove_temporaries(layer, name)
-        publish.replace_object(bucket, name, f"{work.spool}/{name}.so")
-        os.rename(f"{work.spool}/{name}.json", f"{bucket}/{name}.json")  # noqa: PTH104
+    # Since it was checked somebody may have published it, or set it aside.
+    present = _present(layer, manifest)
+    if present is not None and present.outcome != REPLACED:
+        return present
+    if present is not None:
+        publish.refuse_folders(layer, name)
+    publish.remove_temporaries(layer, name)
+    publish.replace_object(bucket, name, f"{work.spool}/{name}.so")
+    os.rename(f"{work.spool}/{name}.json", f"{bucket}/{name}.json")  # noqa: PTH104
     return Outcome(manifest, outcome)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import tempfile
@@ -10,17 +11,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from mlactl.cache.bundle.redaction import bare_url, is_url, without_secrets
 from mlactl.errors import CannotRun, EnvironmentUnfit, MlactlError, UsageError
 from mlactl.printable import plain
 from mlactl.regular_files import open_regular, replacing, require_target
 
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::|://)")
-_SECRETS = re.compile(r"(?<=://)[^/@\s]*@|\?[^\s]*")
-
 
 def shown(where: str) -> str:
     """A path or URL for messages, without the credentials that a URL may carry."""
-    return plain(_SECRETS.sub("", where)) if _URL.match(where) else plain(where)
+    return plain(bare_url(where)) if is_url(where) else plain(where)
 
 
 @contextmanager
@@ -38,9 +37,12 @@ def source(where: str) -> Iterator[BinaryIO]:
     try:
         file = filesystem.open(path, "rb")
     except Exception as error:
-        raise _failed(where, "read", error) from error
-    with file:
+        raise _failed(where, "read", error) from None
+    try:
         yield guarded(file, where)
+    finally:
+        with contextlib.suppress(Exception):  # all of it has been read and checked, or an error is on its way
+            file.close()
 
 
 def guarded(file: BinaryIO, where: str) -> BinaryIO:
@@ -56,7 +58,7 @@ class _Reader:
         try:
             return self._file.read(size)
         except Exception as error:  # a remote filesystem raises whatever its client does
-            raise _failed(self._where, "read", error) from error
+            raise _failed(self._where, "read", error) from None
 
 
 def require_free(where: str, *, force: bool) -> None:
@@ -74,7 +76,7 @@ def require_free(where: str, *, force: bool) -> None:
     try:
         there = filesystem.exists(path)
     except Exception as error:
-        raise _failed(where, "look at", error) from error
+        raise _failed(where, "look at", error) from None
     if there and not force:
         raise _taken(where)
 
@@ -102,7 +104,7 @@ def deliver(where: str, write: Callable[[BinaryIO], None], *, force: bool) -> No
         with filesystem.transaction, filesystem.open(path, "wb") as file:
             write(file)
     except Exception as error:
-        raise _failed(where, "write", error) from error
+        raise _failed(where, "write", error) from None
 
 
 def _local(where: str) -> Path:
@@ -111,7 +113,7 @@ def _local(where: str) -> Path:
 
 def _remote(where: str) -> tuple[Any, str] | None:
     """fsspec's filesystem and the path in it; None for a local file, `file://` included."""
-    if not _URL.match(where) or where.startswith("file://"):
+    if not is_url(where) or where.startswith("file://"):
         return None
     from fsspec.core import url_to_fs
     from fsspec.registry import known_implementations
@@ -123,11 +125,13 @@ def _remote(where: str) -> tuple[Any, str] | None:
         said = known_implementations.get(protocol, {}).get("err") or str(error)
         package = re.search(r"[Ii]nstall ([A-Za-z0-9_.-]+)", said)
         hint = f"pip install {package[1]}" if package else f"pip install 'fsspec[{protocol}]'"
-        raise EnvironmentUnfit(f"{shown(where)}: {protocol}:// needs a package that is not installed: {plain(said)}", hint=hint) from None
+        raise EnvironmentUnfit(
+            f"{shown(where)}: {protocol}:// needs a package that is not installed: {plain(without_secrets(said, where))}", hint=hint
+        ) from None
     except ValueError as error:
-        raise UsageError(f"{shown(where)}: {plain(error)}", hint="a local file is named as /path/to/FILE") from None
+        raise UsageError(f"{shown(where)}: {plain(without_secrets(str(error), where))}", hint="a local file is named as /path/to/FILE") from None
     except Exception as error:
-        raise _failed(where, "reach", error) from error
+        raise _failed(where, "reach", error) from None
     return filesystem, path
 
 
@@ -136,10 +140,13 @@ def _taken(where: str) -> UsageError:
 
 
 def _failed(where: str, what: str, error: Exception) -> MlactlError:
+    """What went wrong at a place; to be raised `from None`, because the client's own error may hold credentials."""
     if isinstance(error, MlactlError):
         return error
     if isinstance(error, FileNotFoundError) and what == "read":
         return CannotRun(f"{shown(where)}: there is nothing", hint="check the URL, and what may be read with these credentials")
     said = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
-    said = said.replace(where, shown(where))
-    return CannotRun(f"cannot {what} {shown(where)}: {plain(said)}", hint="check the URL, and what may be reached from here with these credentials")
+    return CannotRun(
+        f"cannot {what} {shown(where)}: {plain(without_secrets(said, where))}",
+        hint="check the URL, and what may be reached from here with these credentials",
+    )

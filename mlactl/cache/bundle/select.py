@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mlactl.cache import listing
 from mlactl.cache.manifest import Manifest
-from mlactl.cache.store import Miss, Store
+from mlactl.cache.store import Entry, Miss, Status, Store
 from mlactl.cache.trust import Untrusted
 from mlactl.kernels import registry
 from mlactl.kernels.spec import CompileSpec
@@ -66,7 +66,31 @@ def by_lookups(store: Store, specs: Iterable[CompileSpec], arches: Sequence[str]
 def by_filters(store: Store, filters: listing.Filters, on_problem: Callable[[str], None] | None = None) -> Selection:
     """Every entry that passes, of all layers; an object without a manifest is none. What is set aside is named, if it passes."""
     committed, aside = store.committed(on_problem=on_problem)
+    # A key that is set aside in one layer and committed in another: only the manifests tell whether that is the same object.
+    aside -= {key for key in committed & aside if _answers(store, key)}
     if filters != listing.Filters():
         passing = {entry.key for entry in listing.select(listing.collect(store), filters)}
         committed, aside = committed & passing, aside & passing
-    return Selection(tuple(sorted(committed)), quarantined=tuple(sorted(aside - committed)))
+    return Selection(tuple(sorted(committed - aside)), quarantined=tuple(sorted(aside)))
+
+
+def _answers(store: Store, key: str) -> bool:
+    """Whether some layer has another object of this key than those that are set aside above it, by the manifests."""
+    aside: list[Entry] = []
+    for layer in store.roots.layers:
+        entry = store.entry_in(layer, key)
+        if entry is not None and entry.status is Status.QUARANTINED:
+            aside.append(entry)
+        elif entry is not None and (entry.manifest is None or convicting(aside, entry.manifest) is None):
+            return True
+    return False
+
+
+def convicting(aside: Iterable[Entry], manifest: Manifest) -> Entry | None:
+    """The quarantined entry of a layer above by which this object is convicted too: of the same object, or of one that nobody can tell."""
+    return next((entry for entry in aside if entry.manifest is None or entry.manifest.object_sha256 == manifest.object_sha256), None)
+
+
+def set_aside_above(entry: Entry) -> str:
+    """Why an object of a lower layer is not used."""
+    return f"quarantined: {entry.root} has set {'this very object' if entry.manifest else 'an object of this key'} aside"

@@ -16,7 +16,7 @@ import zstandard
 from mlactl.cache import locks
 from mlactl.cache.bundle import layout
 from mlactl.cache.bundle.packages import Requirement, required
-from mlactl.cache.bundle.select import LeftOut
+from mlactl.cache.bundle.select import LeftOut, convicting, set_aside_above
 from mlactl.cache.entry import REMOVED, Entry, RejectedObject, Status, read_checked
 from mlactl.cache.manifest import BadManifest, Manifest, dump
 from mlactl.cache.store import Store
@@ -68,8 +68,7 @@ def pack(store: Store, keys: Iterable[str], folder: str | None = None, on_entry:
                 if isinstance(found, LeftOut):
                     left_out.append(found)
                 else:
-                    manifest, data = found
-                    text = dump(manifest)
+                    manifest, text, data = found
                     row = layout.row(manifest, hashlib.sha256(text).hexdigest(), len(text))
                     for file, content in zip(row.files, (text, data), strict=True):
                         stream.write(layout.header(file.name, file.size))
@@ -99,23 +98,33 @@ def _compressor(threads: int) -> zstandard.ZstdCompressor:
     return zstandard.ZstdCompressor(compression_params=parameters)
 
 
-def _read(store: Store, key: str, trusted_folders: set[str]) -> tuple[Manifest, bytes] | LeftOut:
-    """Manifest and object of a key from the first layer whose entry is good, or what is wrong with the first that has one."""
-    problems = []
+def _read(store: Store, key: str, trusted_folders: set[str]) -> tuple[Manifest, bytes, bytes] | LeftOut:
+    """Manifest, its bytes and object of a key from the first layer whose entry is good, or what is wrong with the first that has one.
+
+    An object that a layer has set aside is not taken from a lower one either, and nothing is where nobody can tell which it was.
+    """
+    problems: list[LeftOut] = []
+    aside: list[Entry] = []
     for layer in store.roots.layers:
         try:
             manifest, data = _read_settled(Entry(key, layer, None, Status.OK), trusted_folders)
             required((manifest.toolchain,))
-            return manifest, data
         except RejectedObject as refused:
             entry = refused.entry
+            if entry.status is Status.QUARANTINED:
+                aside.append(entry)
             if entry.detail != REMOVED:
-                hint = f"mlactl cache verify {key[:12]} --repair"
+                hint = f"mlactl cache show {key[:12]}" if entry.status is Status.QUARANTINED else f"mlactl cache verify {key[:12]} --repair"
                 problems.append(LeftOut(key, entry.manifest, f"{entry.object_path}: {entry.status}: {entry.detail}", hint))
         except Untrusted as refused:
             problems.append(LeftOut(key, None, refused.message, refused.hint))
         except BadManifest as error:
             problems.append(LeftOut(key, None, error.reason, None))
+        else:
+            convicted = convicting(aside, manifest)
+            if convicted is None:
+                return manifest, dump(manifest), data
+            problems.append(LeftOut(key, manifest, set_aside_above(convicted), f"mlactl cache show {key[:12]}"))
     return problems[0] if problems else LeftOut(key, None, REMOVED, None)
 
 

@@ -1,11 +1,13 @@
 """`mlactl cache export` and `import` as a person runs them: every output mode, exit codes, pipes, URLs, refusals."""
 
+import contextlib
 import hashlib
 import io
 import json
 import os
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 
 import pytest
@@ -298,3 +300,105 @@ def test_a_failing_source_is_named_without_its_credentials():
         places.guarded(Broken(), "https://user:secret@host/b?token=1").read(1)
     assert places.shown("s3://key:secret@bucket/b") == "s3://bucket/b"
     assert places.shown("/a?b@c") == "/a?b@c"
+
+
+SIGNED = "https://bucket.example/b.tar.zst?X-Amz-Credential=AKIA%2F20260101&X-Amz-Signature=0a1b2c3d4e"
+
+
+@pytest.mark.parametrize(
+    ("where", "shown"),
+    [
+        ("ftp://user:pa@ss@host/b", "ftp://host/b"),
+        ("ftp://user:se/cret@host/b", "ftp://…@host/b"),
+        ("ftp://user:se?cret@host/b", "ftp://…"),
+        ("ftp://user:se#cret@host/b", "ftp://…"),
+        ("https://ghp_token@host/b", "https://host/b"),
+        ("https://host/b#access_token=abcd", "https://host/b"),
+        ("https://host:8443/b?to=a@secret", "https://…"),
+        ("https://host/b?to=a@secret", "https://host/b"),
+        ("https://host/pkg@1/b", "https://host/pkg@1/b"),
+        ("simplecache::https://user:secret@host/b?secret", "simplecache::https://host/b"),
+        (SIGNED, "https://bucket.example/b.tar.zst"),
+    ],
+)
+def test_a_url_is_shown_without_its_credentials(where, shown):
+    assert places.shown(where) == shown
+
+
+@pytest.mark.parametrize(
+    ("where", "error", "said"),
+    [
+        # aiohttp's text has the URL as yarl normalises it, urllib3's the path and query, ftplib's neither.
+        (
+            SIGNED,
+            RuntimeError(
+                "403, message='Forbidden', url='https://bucket.example/b.tar.zst?X-Amz-Credential=AKIA/20260101&X-Amz-Signature=0a1b2c3d4e'"
+            ),
+            "403, message='Forbidden', url='https://bucket.example/b.tar.zst",
+        ),
+        (SIGNED, OSError("Max retries exceeded with url: /b.tar.zst?X-Amz-Signature=0a1b2c3d4e (refused)"), "with url: /b.tar.zst (refused)"),
+        (SIGNED, OSError(13, "bad signature 0a1b2c3d4e for AKIA/20260101"), "bad signature … for …"),
+        (
+            "ftp://user:pa@ss@host/b",
+            RuntimeError("530 user:pa@ss was refused by ftp://user:pa%40ss@host:21/"),
+            "530 user:… was refused by ftp://host:21/",
+        ),
+        ("ftp://user:se/cret@host/b", ConnectionError("no host se/cret in 'ftp://user:se%2Fcret@host/b'"), "no host … in 'ftp://host/b'"),
+        ("https://user:two%20words@host/b", RuntimeError("https://user:two words@host/b: reset"), "https://host/b: reset"),
+    ],
+    ids=["aiohttp", "urllib3", "strerror", "ftp", "slash", "blank"],
+)
+@pytest.mark.parametrize("what", ["read", "open", "exists", "write"])
+def test_what_a_client_says_is_shown_without_credentials(where, error, said, what, monkeypatch):
+    class Filesystem:
+        transaction = contextlib.nullcontext()
+
+        def open(self, path, mode):
+            if what == "open":
+                raise error
+            return io.BytesIO() if mode == "wb" else self
+
+        def exists(self, path):
+            if what == "exists":
+                raise error
+            return False
+
+        def read(self, size):
+            raise error
+
+        def close(self):
+            raise error
+
+    def write(file):
+        raise error
+
+    monkeypatch.setattr("fsspec.core.url_to_fs", lambda url: (Filesystem(), url))
+
+    def go():
+        if what in ("exists", "write"):
+            places.deliver(where, write, force=False)
+            return
+        with places.source(where) as file:
+            file.read(1)
+
+    with pytest.raises(CannotRun) as raised:
+        go()
+    assert raised.value.message.endswith(said)
+    printed = "".join(traceback.format_exception(raised.value))
+    assert not [
+        secret
+        for secret in ("0a1b2c3d4e", "AKIA", "pa@ss", "ss@host", "pa%40ss", "se/cret", "cret@", "words")
+        if secret in printed.partition("CannotRun: ")[2]
+    ]
+    assert "direct cause" not in printed
+    assert "another exception" not in printed
+
+
+def test_a_url_that_fsspec_refuses_is_named_without_credentials(monkeypatch):
+    def refuse(url):
+        raise ValueError(f"cannot parse {url}")
+
+    monkeypatch.setattr("fsspec.core.url_to_fs", refuse)
+    with pytest.raises(UsageError) as raised, places.source("sftp://user:pa@ss@host/b"):
+        pass
+    assert raised.value.message == "sftp://host/b: cannot parse sftp://host/b"
