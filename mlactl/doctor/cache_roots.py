@@ -65,15 +65,15 @@ def _described(held: LayerEntries) -> str:
 
 def _layer(situation: Situation, held: LayerEntries) -> Iterator[Finding]:
     layer = held.layer
-    yield from _filesystem(layer)
-    if not os.path.isdir(layer.path):  # noqa: PTH112  Path.is_dir raises below a folder that may not be entered
-        yield from _absent(situation, held)
-        return
     if held.foreign is not None:
         # Nothing else of it is ours to judge: what counts is that it is not used.
         severity = _blocked(situation, held) if layer.writable else Severity.ERROR
         fix = "MLACTL_CACHE_DIR=DIR, or --cache-dir DIR, a root of mlactl's own; of this one: mlactl cache ls --root-kind b12x" + _named(layer)
         yield Finding("cache", severity, "foreign-root", held.foreign.message, "a root of mlactl's own", fix)
+        return
+    yield from _filesystem(layer)
+    if not os.path.isdir(layer.path):  # noqa: PTH112  Path.is_dir raises below a folder that may not be entered
+        yield from _absent(situation, held)
         return
     yield from _readable(held)
     yield from _trusted(situation, held)

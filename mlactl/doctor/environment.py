@@ -15,7 +15,7 @@ from mlactl.doctor.findings import Finding, Severity
 from mlactl.doctor.node import PROHIBITED, Gpu
 from mlactl.doctor.situation import Situation
 from mlactl.kernels.compiler import CODE_VARIABLES
-from mlactl.printable import plain, shell_word
+from mlactl.printable import shell_word
 
 OURS = (
     *("MLACTL_CACHE_DIR", "MLACTL_TRUST_ROOT", "MLACTL_FROZEN", "MLACTL_DEBUG", "MLACTL_CAPTURE_DIR", "MLACTL_CAPTURE_INCLUDE"),
@@ -80,7 +80,7 @@ def _ours(situation: Situation) -> Iterator[Finding]:
         yield _notice("cache-dir", f"MLACTL_CACHE_DIR={listed} is where the cache is", "unset MLACTL_CACHE_DIR, if not meant")
     frozen = environ.get("MLACTL_FROZEN", "")
     if frozen not in ("", "0", "1"):
-        yield _warning("frozen", f"MLACTL_FROZEN={plain(frozen)} freezes nothing: a miss would compile inside a request", "1", "MLACTL_FROZEN=1")
+        yield _warning("frozen", f"MLACTL_FROZEN={frozen} freezes nothing: a miss would compile inside a request", "1", "MLACTL_FROZEN=1")
     elif frozen != "1" and not situation.build_node:
         fix = "MLACTL_FROZEN=1 in the serving environment"
         yield _notice("frozen", "MLACTL_FROZEN is not 1: a miss compiles inside a request instead of naming what to warm", fix)

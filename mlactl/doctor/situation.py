@@ -33,7 +33,8 @@ from mlactl.warmup.arches import DEFAULT_ARCH
 class LayerEntries:
     """What one layer holds: `problem` is the error that reading it raised, `passed_over` folders that could not be looked at.
 
-    `unreadable` are keys of entries with a file that this user may not read, `owners` whose files those are; `foreign` is the refusal of another tool's root.
+    `unreadable` are keys of entries with a file that this user may not read, `owners` whose files those are. `foreign` is
+    the refusal of another tool's root.
     """
 
     layer: Layer
