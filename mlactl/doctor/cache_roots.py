@@ -112,7 +112,8 @@ def _absent(situation: Situation, held: LayerEntries) -> Iterator[Finding]:
     elif layer.writable:
         fault = _write_fault(situation)
         if fault is None:
-            yield Finding("cache", Severity.NOTICE, "root-absent", f"{layer.path} does not exist yet", "", "mlactl warmup --profile NAME makes it")
+            fix = f"{situation.warmup('--profile NAME')} makes it"
+            yield Finding("cache", Severity.NOTICE, "root-absent", f"{layer.path} does not exist yet", "", fix)
         else:
             what = f"{layer.path} does not exist, and {fault.message}"
             yield Finding("cache", _blocked(situation, held), "root-unwritable", what, "a root", fault.hint or _ANOTHER_ROOT)

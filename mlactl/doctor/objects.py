@@ -56,6 +56,8 @@ def _nothing(situation: Situation) -> str:
     """Why no object of any target can be seen."""
     if situation.unreadable:
         return f"nothing in the cache can be judged, {counted(situation.unreadable, 'entry', 'entries')} cannot be read by this user"
+    if any(held.problem is not None or held.passed_over for held in situation.layers):
+        return "what the cache holds could not be read, or not all of it"
     foreign = next((held.foreign for held in situation.layers if held.foreign is not None), None)
     return "the cache is empty" if foreign is None else foreign.message
 

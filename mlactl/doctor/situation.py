@@ -94,6 +94,8 @@ class Situation:
             return f"mlactl warmup {options}"
         if any(held.foreign is not None for held in self.layers):
             return f"in a root of mlactl's own: mlactl warmup --cache-dir DIR {options}"
+        if self.store is None or self.store.roots.writable is None:
+            return f"in a root that may be written: mlactl warmup --cache-dir DIR {options}"
         return f"mend the root first, as said under cache, or name another: mlactl warmup --cache-dir DIR {options}"
 
     @property

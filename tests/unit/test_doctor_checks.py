@@ -454,6 +454,8 @@ def test_another_users_root_and_entries(root):
 def test_a_root_that_cannot_be_read_or_written(root, tmp_path):
     put(root, MERGE)
     let_through(tmp_path)
+    unknown = "no object for sm_120a: what the cache holds could not be read, or not all of it, and MLACTL_FROZEN=1 forbids compiling at launch"
+    assert as_nobody(lambda: told(objects.check(at(root)))) == repr([("fatal", "no-object", unknown)])
     private = as_nobody(lambda: [(f.severity.value, f.check, f.what, f.fix) for f in cache_roots.check(at(root)) if f.counts])
     assert f"('error', 'root-unreadable', '{root}/v1 (in {root}: owner root (uid 0), mode 0700) cannot be read: Permission denied" in private
     for folder, _, files in os.walk(root):
