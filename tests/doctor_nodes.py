@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+from mlactl.doctor.findings import Finding, Severity
 from mlactl.doctor.node import Gpu, Node
 
 PRO_6000 = ("NVIDIA RTX PRO 6000 Blackwell Server Edition", (12, 0))
@@ -18,6 +19,18 @@ def node(*cards, cuda=13000, **options) -> Node:
 def uuid(index) -> str:
     """Of GPU 1: GPU-1a0e…"""
     return f"GPU-{index}a0e0f6c-1a0c-4c51-9a3c-0123456789ab"
+
+
+def hold_to_fixes(monkeypatch):
+    """From now on every finding that is made must say what mends it, unless nothing is wrong, and what was expected where it counts."""
+    make = Finding.__init__
+
+    def held(self, *arguments, **options):
+        make(self, *arguments, **options)
+        assert self.fix.strip() or self.severity is Severity.OK, f"{self.check} has no fix: {self.what}"
+        assert self.expected or not self.counts, f"{self.check} does not say what was expected: {self.what}"
+
+    monkeypatch.setattr(Finding, "__init__", held)
 
 
 class NVMLError(Exception):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import pwd
 import re
-import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from mlactl.cache import roots
 from mlactl.cache.adapter import RootKind
 from mlactl.cache.foreign.b12x import roots as b12x
 from mlactl.errors import MlactlError
+from mlactl.printable import shell_word
 
 DEFAULT = "default"
 """Said in place of a variable where none decides."""
@@ -90,7 +90,7 @@ def _prunes(kind: str, path: Path) -> str | None:
         return None  # `--cache-dir` takes it for a list
     # A foreign root has no default selection.
     selector = " --unused-for 30d" if kind == RootKind.B12X else ""
-    return f"mlactl cache prune --root-kind {kind} --cache-dir {shlex.quote(str(path))}{selector} --dry-run"
+    return f"mlactl cache prune --root-kind {kind} --cache-dir {shell_word(path)}{selector} --dry-run"
 
 
 def _others(environ: Mapping[str, str]) -> list[Place]:

@@ -9,6 +9,7 @@ import typer
 
 from mlactl.cli import hints, options
 from mlactl.doctor.findings import Severity
+from mlactl.printable import safe
 from mlactl.ui.output import Mode, Output
 
 if TYPE_CHECKING:
@@ -90,11 +91,12 @@ def _human(out: Output, report: Report, cache_dir: str | None) -> None:
         if finding.area != area:
             area = finding.area
             out.line(area)
-        out.line(f"  {finding.severity:<8} {finding.what}")
+        # A line each: a path or a variable with a line break in it must not look like a finding of its own.
+        out.line(f"  {finding.severity:<8} {safe(finding.what)}")
         if finding.expected:
-            out.line(f"  {'':<8} expected: {finding.expected}")
+            out.line(f"  {'':<8} expected: {safe(finding.expected)}")
         if finding.fix:
-            out.line(f"  {'':<8} fix: {hints.on_root(finding.fix, cache_dir)}")
+            out.line(f"  {'':<8} fix: {safe(hints.on_root(finding.fix, cache_dir))}")
     out.line(_summary(report))
 
 

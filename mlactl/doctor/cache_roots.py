@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import shlex
 import stat
 from collections import Counter
 from collections.abc import Iterator
@@ -18,14 +17,17 @@ from mlactl.cache.foreign.b12x import roots as b12x
 from mlactl.cache.roots import Layer
 from mlactl.cache.store import Entry, Status
 from mlactl.doctor.findings import Finding, Severity, counted
-from mlactl.doctor.situation import LayerEntries, Situation
+from mlactl.doctor.situation import LayerEntries, Situation, as_owner
 from mlactl.errors import MlactlError
+from mlactl.printable import shell_word
 
 LOW_BYTES, FULL_BYTES = 256 << 20, 16 << 20
 """Free space below which a root is warned of (a few hundred profiles' worth) and below which a warmup may not finish."""
 
 LOW_INODES, FULL_INODES = 10_000, 100
 """The same in files: an entry is three of them."""
+
+_ANOTHER_ROOT = "name another root: --cache-dir DIR or MLACTL_CACHE_DIR"
 
 _DAMAGED = (Status.NO_OBJECT, Status.BAD_MANIFEST, Status.SIZE, Status.NO_MANIFEST)
 
@@ -42,7 +44,8 @@ def check(situation: Situation) -> Iterator[Finding]:
     """Every layer of this environment, then the roots of other tools that this one can prune."""
     if situation.no_store is not None:
         error = situation.no_store
-        yield Finding("cache", Severity.FATAL, "no-root", error.message, "a folder to keep the cache in", error.hint or "")
+        fix = error.hint or "name a root: --cache-dir DIR, or MLACTL_CACHE_DIR=DIR"
+        yield Finding("cache", Severity.FATAL, "no-root", error.message, "a folder to keep the cache in", fix)
         return
     for held in situation.layers:
         found = list(_layer(situation, held))
@@ -62,16 +65,22 @@ def _described(held: LayerEntries) -> str:
 
 def _layer(situation: Situation, held: LayerEntries) -> Iterator[Finding]:
     layer = held.layer
+    if held.foreign is not None:
+        # Nothing else of it is ours to judge: what counts is that it is not used.
+        severity = _blocked(situation, held) if layer.writable else Severity.ERROR
+        fix = "MLACTL_CACHE_DIR=DIR, or --cache-dir DIR, a root of mlactl's own; of this one: mlactl cache ls --root-kind b12x" + _named(layer)
+        yield Finding("cache", severity, "foreign-root", held.foreign.message, "a root of mlactl's own", fix)
+        return
     yield from _filesystem(layer)
     if not os.path.isdir(layer.path):  # noqa: PTH112  Path.is_dir raises below a folder that may not be entered
-        yield from _absent(situation, layer)
+        yield from _absent(situation, held)
         return
     yield from _readable(held)
     yield from _trusted(situation, held)
     if layer.writable:
         yield from _writable(situation, layer)
         yield from _room(layer.path)
-    yield from _states(held)
+    yield from _states(situation, held)
 
 
 def _filesystem(layer: Layer) -> Iterator[Finding]:
@@ -85,26 +94,35 @@ def _filesystem(layer: Layer) -> Iterator[Finding]:
     if closed is not None:
         what = f"{layer.path} is shared, but {closed} above it lets no other user through"
         yield Finding(
-            "cache", Severity.WARNING, "closed-above", what, "folders that others may enter", f"chmod o+x {closed}, or share a root elsewhere"
+            "cache",
+            Severity.WARNING,
+            "closed-above",
+            what,
+            "folders that others may enter",
+            f"chmod o+x {shell_word(closed)}, or share a root elsewhere",
         )
 
 
-def _absent(situation: Situation, layer: Layer) -> Iterator[Finding]:
-    if not _gone(layer.path):
+def _absent(situation: Situation, held: LayerEntries) -> Iterator[Finding]:
+    layer = held.layer
+    if not gone(layer.path):
         what = f"{trust.describe(layer.path)} is no folder that can be entered"
-        yield Finding("cache", Severity.ERROR, "root-unreadable", what, "a folder", f"ls -ld {layer.path}")
+        fix = f"name a folder instead: MLACTL_CACHE_DIR=DIR, or --cache-dir DIR; ls -ld {shell_word(layer.path)} shows what is there"
+        yield Finding("cache", _blocked(situation, held), "root-unreadable", what, "a folder", fix)
     elif layer.writable:
         fault = _write_fault(situation)
         if fault is None:
-            yield Finding("cache", Severity.NOTICE, "root-absent", f"{layer.path} does not exist yet", "", "mlactl warmup --profile NAME makes it")
+            fix = f"{situation.warmup('--profile NAME')} makes it"
+            yield Finding("cache", Severity.NOTICE, "root-absent", f"{layer.path} does not exist yet", "", fix)
         else:
-            yield Finding("cache", Severity.ERROR, "root-unwritable", f"{layer.path} does not exist, and {fault.message}", "a root", fault.hint or "")
+            what = f"{layer.path} does not exist, and {fault.message}"
+            yield Finding("cache", _blocked(situation, held), "root-unwritable", what, "a root", fault.hint or _ANOTHER_ROOT)
     else:
         what = f"the read-only layer {layer.path} does not exist"
         yield Finding("cache", Severity.WARNING, "layer-absent", what, "a cache", "mount it, or take it out of MLACTL_CACHE_DIR")
 
 
-def _gone(path: Path) -> bool:
+def gone(path: Path) -> bool:
     """Whether nothing is there, as against something that this user may not look at."""
     try:
         path.lstat()
@@ -118,11 +136,16 @@ def _gone(path: Path) -> bool:
 def _readable(held: LayerEntries) -> Iterator[Finding]:
     if held.problem is not None:
         what = f"{held.problem.message}: every lookup passes it over"
-        yield Finding(
-            "cache", Severity.ERROR, "root-unreadable", what, "a root that this user may read", f"chmod a+rX, or {held.problem.hint or 'ls -ld'}"
-        )
+        fix = f"chmod -R a+rX {shell_word(held.layer.path)}, or {held.problem.hint or _ANOTHER_ROOT}"
+        yield Finding("cache", Severity.ERROR, "root-unreadable", what, "a root that this user may read", fix)
     for text in held.passed_over:
-        yield Finding("cache", Severity.ERROR, "folder-unreadable", text, "a folder of this root that this user may read", "mlactl cache ls names it")
+        fix = f"ls -l {shell_word(held.layer.folder())}; move a link away, and let this user read: chmod -R a+rX {shell_word(held.layer.path)}"
+        yield Finding("cache", Severity.ERROR, "folder-unreadable", text, "a folder of this root that this user may read", fix)
+    if held.unreadable:
+        number = counted(len(held.unreadable), "entry", "entries")
+        what = f"{held.layer.path}: {number} could not be judged, this user may not read them: each is a miss at launch"
+        fix = f"{as_owner(held.owners)}; for this user to load them: chmod -R a+rX {shell_word(held.layer.path)}"
+        yield Finding("cache", Severity.ERROR, "entries-unreadable", what, "entries that this user may read", fix)
 
 
 def _trusted(situation: Situation, held: LayerEntries) -> Iterator[Finding]:
@@ -131,14 +154,24 @@ def _trusted(situation: Situation, held: LayerEntries) -> Iterator[Finding]:
     if trust.exempt(root):
         info = held.layer.path.stat()
         yield Finding(
-            "cache", Severity.NOTICE, "trust-exempt", f"{root} is trusted whatever its owner ({trust.user_name(info.st_uid)}), by MLACTL_TRUST_ROOT"
+            "cache",
+            Severity.NOTICE,
+            "trust-exempt",
+            f"{root} is trusted whatever its owner ({trust.user_name(info.st_uid)}), by MLACTL_TRUST_ROOT",
+            "",
+            "unset MLACTL_TRUST_ROOT, if that is not meant",
         )
         return
     try:
         trust.check_folders(held.layer.folder(), root)
     except trust.Untrusted as refused:
         yield Finding(
-            "cache", _refused_root(situation, held), "untrusted-root", refused.message, "folders that nobody else may write", refused.hint or ""
+            "cache",
+            _blocked(situation, held),
+            "untrusted-root",
+            refused.message,
+            "folders that nobody else may write",
+            refused.hint or f"run as a user who may enter every folder above {shell_word(root)}, or {_ANOTHER_ROOT}",
         )
         return
     buckets: dict[str, trust.Untrusted | None] = {}
@@ -146,12 +179,17 @@ def _trusted(situation: Situation, held: LayerEntries) -> Iterator[Finding]:
     if refusals:
         more = f" (and {len(refusals) - 1} more)" if len(refusals) > 1 else ""
         yield Finding(
-            "cache", Severity.ERROR, "untrusted-entry", f"{refusals[0].message}{more}", "entries that nobody else may write", refusals[0].hint or ""
+            "cache",
+            Severity.ERROR,
+            "untrusted-entry",
+            f"{refusals[0].message}{more}",
+            "entries that nobody else may write",
+            refusals[0].hint or f"chmod -R go-w {shell_word(root)}",
         )
 
 
-def _refused_root(situation: Situation, held: LayerEntries) -> Severity:
-    """A root that refuses every load is as good as none, unless another layer has objects or a miss can compile."""
+def _blocked(situation: Situation, held: LayerEntries) -> Severity:
+    """A root that nothing can be loaded from, or compiled into, is as good as none, unless another layer has objects or a miss can compile."""
     if situation.build_node:
         return Severity.FATAL if held.layer.writable else Severity.ERROR
     others = {entry.layer for entry in situation.loadable} - {held.layer}
@@ -199,16 +237,17 @@ def _writable(situation: Situation, layer: Layer) -> Iterator[Finding]:
     if fault is None or isinstance(fault, trust.Untrusted):
         return  # the latter is told as what it is
     if situation.environ.get("MLACTL_FROZEN") == "1" and not situation.build_node:
-        yield Finding("cache", Severity.NOTICE, "root-unwritable", f"{fault.message}: nothing needs to, with MLACTL_FROZEN=1")
+        what, fix = f"{fault.message}: nothing needs to, with MLACTL_FROZEN=1", "run warmups as a user who may write it"
+        yield Finding("cache", Severity.NOTICE, "root-unwritable", what, "", fix)
         return
     severity = Severity.FATAL if situation.build_node else Severity.WARNING
-    fix = f"{fault.hint}; to only read it: MLACTL_CACHE_DIR=:{layer.path} MLACTL_FROZEN=1"
+    fix = f"{fault.hint or _ANOTHER_ROOT}; to only read it: MLACTL_CACHE_DIR={shell_word(f':{layer.path}')} MLACTL_FROZEN=1"
     yield Finding("cache", severity, "root-unwritable", fault.message, "a root that this user may write", fix)
 
 
 def _room(path: Path) -> Iterator[Finding]:
     space = space_of(path)
-    fix = f"mlactl cache prune --max-size 1GiB; df -h {path}"
+    fix = f"mlactl cache prune --max-size 1GiB; df -h {shell_word(path)}"
     if space.free_bytes < LOW_BYTES:
         severity = Severity.ERROR if space.free_bytes < FULL_BYTES else Severity.WARNING
         what = f"{path}: {space.free_bytes >> 20} MiB are free"
@@ -216,7 +255,14 @@ def _room(path: Path) -> Iterator[Finding]:
     if space.inodes is not None and space.inodes < LOW_INODES:
         severity = Severity.ERROR if space.inodes < FULL_INODES else Severity.WARNING
         what = f"{path}: {space.inodes} inodes are free, an entry takes 3"
-        yield Finding("cache", severity, "inodes", what, f"at least {LOW_INODES}", f"df -i {path}; mlactl cache ls --all-roots counts who holds them")
+        yield Finding(
+            "cache",
+            severity,
+            "inodes",
+            what,
+            f"at least {LOW_INODES}",
+            f"df -i {shell_word(path)}; mlactl cache ls --all-roots counts who holds them",
+        )
 
 
 def space_of(path: Path) -> Space:
@@ -225,13 +271,13 @@ def space_of(path: Path) -> Space:
     return Space(state.f_bavail * state.f_frsize, state.f_favail if state.f_files else None)
 
 
-def _states(held: LayerEntries) -> Iterator[Finding]:
-    counts = Counter(entry.status for entry in held.entries)
+def _states(situation: Situation, held: LayerEntries) -> Iterator[Finding]:
+    counts = Counter(entry.status for entry in held.entries if entry.key not in held.unreadable)
     path = held.layer.path
     damaged = [f"{counts[status]} {status}" for status in _DAMAGED if counts[status]]
     if damaged:
         words = " ".join(f"--status {status}" for status in _DAMAGED if counts[status])
-        fix = f"mlactl warmup --profile NAME; mlactl cache verify --repair; mlactl cache prune {words} --dry-run"
+        fix = f"{situation.warmup('--profile NAME')}; mlactl cache verify --repair; mlactl cache prune {words} --dry-run"
         yield Finding(
             "cache", Severity.ERROR, "damaged", f"{path}: damaged entries, each a miss at launch: {', '.join(damaged)}", "entries with status ok", fix
         )
@@ -248,7 +294,11 @@ def _states(held: LayerEntries) -> Iterator[Finding]:
 
 def _of_layer(layer: Layer) -> str:
     """What to add to a `mlactl cache` command so that it is about a layer that is not written otherwise."""
-    return "" if layer.writable else f" --cache-dir {shlex.quote(str(layer.path))}"
+    return "" if layer.writable else _named(layer)
+
+
+def _named(layer: Layer) -> str:
+    return f" --cache-dir {shell_word(layer.path)}"
 
 
 def _spool(layer: Layer) -> Iterator[Finding]:
@@ -260,7 +310,7 @@ def _spool(layer: Layer) -> Iterator[Finding]:
         return
     if not stat.S_ISDIR(mode):
         what = f"{path} is {locks.kind_of(mode)}: no import into this root is possible"
-        yield Finding("cache", Severity.WARNING, "import-spool", what, "a folder or nothing", f"ls -ld {shlex.quote(str(path))}; move it away")
+        yield Finding("cache", Severity.WARNING, "import-spool", what, "a folder or nothing", f"ls -ld {shell_word(path)}; move it away")
     elif not _importing(layer):
         size, files, complete = _below(path)
         what = f"{path}: {'' if complete else 'at least '}{size / (1 << 20):.1f} MiB in {counted(files, 'file')} of an import that did not finish"

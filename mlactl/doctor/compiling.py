@@ -55,7 +55,7 @@ def _disassembler() -> Finding:
         return Finding("toolchain", Severity.OK, "disassembler", f"nvdisasm: {machine_code.find_disassembler()}")
     except EnvironmentUnfit as error:
         what = f"{error.message}; cache audit goes by facts alone"
-        return Finding("toolchain", Severity.WARNING, "disassembler", what, "nvdisasm 13 or newer", error.hint or "")
+        return Finding("toolchain", Severity.WARNING, "disassembler", what, "nvdisasm 13 or newer", error.hint or "pip install nvidia-cuda-nvdisasm")
 
 
 def _against_cache(situation: Situation) -> Iterator[Finding]:
@@ -71,7 +71,7 @@ def _against_cache(situation: Situation) -> Iterator[Finding]:
         named = "; ".join(f"{number} by {tool.label()}{_parts(tool.distributions, here.distributions)}" for tool, number in others.items())
         what = f"{sum(others.values())} of {total} objects were made by another toolchain, which a lookup here never finds: {named}"
         severity = Severity.WARNING if len(others) == len(made) else Severity.NOTICE
-        fix = "mlactl warmup --profile NAME makes them anew; mlactl cache prune --stale --dry-run shows what is left over"
+        fix = f"{situation.warmup('--profile NAME')} makes them anew; mlactl cache prune --stale --dry-run shows what is left over"
         yield Finding("toolchain", severity, "cache-toolchain", what, f"objects made by {here.label()}", fix)
     elif len(made) > 1:
         named = "; ".join(f"{number} by {tool.label()}" for tool, number in made.items())

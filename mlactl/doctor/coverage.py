@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mlactl import profiles as profile_files
 from mlactl.cache.store import Store
-from mlactl.doctor.findings import Finding, Severity
+from mlactl.doctor.findings import Finding, Severity, counted
 from mlactl.doctor.scale_files import file_for
 from mlactl.doctor.situation import Situation
 from mlactl.errors import MlactlError
+from mlactl.printable import shell_word
 from mlactl.profiles import BadProfile, Profile
 from mlactl.scales.needs import identities_needed
 from mlactl.warmup.plan import MISSING, NOT_BUILT, PRESENT, UNTRUSTED, Item, look_up
@@ -64,7 +64,8 @@ def check(situation: Situation, chosen: Chosen, scales: Path | None) -> Iterator
         severity = Severity.ERROR if chosen.asked else Severity.WARNING
         yield Finding("profiles", severity, "bad-profile", error.message, "a profile that fits together", error.hint or "mlactl profile check")
     if not chosen.profiles and not chosen.bad:
-        what = "no profile was asked for, and the cache holds no object of a known one: coverage was not checked"
+        holds = "holds no object of a known one" + _unjudged(situation)
+        what = f"no profile was asked for, and the cache {holds}: coverage was not checked"
         yield Finding("profiles", Severity.NOTICE, "no-profile", what, "", "mlactl doctor --profile NAME; mlactl profile ls")
     if situation.store is None:
         return
@@ -88,12 +89,13 @@ def _begun(found: Sequence[Sequence[Finding]]) -> Iterator[list[Finding]]:
 def _covered(situation: Situation, store: Store, name: str, profile: Profile, arch: str, scales: Path | None, *, named: bool) -> Iterator[Finding]:
     """One profile on one target; `named` names the objects that are missing."""
     file = file_for(situation, profile, scales)
-    fix = f"mlactl warmup --profile {shlex.quote(name)} --arch {arch}" + (f" --scales {shlex.quote(str(file))}" if file is not None else "")
+    options = f"--profile {shell_word(name)} --arch {arch}"
+    fix = situation.warmup(options + (f" --scales {shell_word(file)}" if file is not None else ""))
     try:
         identities = identities_needed(file, profile) if file is not None else None
     except MlactlError:
         # Told as a finding of the file; which variants it needs is not known, so both have to be there.
-        identities, fix = None, f"mlactl warmup --profile {shlex.quote(name)} --arch {arch}"
+        identities, fix = None, situation.warmup(options)
     try:
         items = [look_up(spec, arch, store) for spec in profile.specs(identities)]
     except MlactlError as error:
@@ -106,19 +108,30 @@ def _covered(situation: Situation, store: Store, name: str, profile: Profile, ar
         refused = by_state[UNTRUSTED]
         severity = Severity.ERROR if situation.build_node else Severity.FATAL
         what = f"{warm}, {len(refused)} are there and refused: {refused[0].reason}"
-        yield Finding("profiles", severity, "untrusted-objects", what, "objects that nobody else may write", refused[0].hint or "ls -ld")
+        yield Finding("profiles", severity, "untrusted-objects", what, "objects that nobody else may write", refused[0].hint or _look(situation))
     if by_state[MISSING]:
         also = f"; {situation.obstacle}" if situation.obstacle is not None else ""
         which = f": {_named(by_state[MISSING])}{also}" if named else ""
-        what = f"{warm}, {len(by_state[MISSING])} missing{which}"
-        yield Finding("profiles", situation.missing(), "missing-objects", what, "all of them, before serving", fix)
+        what = f"{warm}, {len(by_state[MISSING])} missing{which}{_unjudged(situation)}"
+        first = f"{situation.owner_first()}; then " if situation.unreadable else ""
+        yield Finding("profiles", situation.missing(), "missing-objects", what, "all of them, before serving", f"{first}{fix}")
     if by_state[NOT_BUILT]:
         what = (
             f"profile {profile.name} for {arch}: {len(by_state[NOT_BUILT])} objects cannot be built by this release: {by_state[NOT_BUILT][0].reason}"
         )
-        yield Finding("profiles", Severity.WARNING, "not-built", what, "kernels of this release", f"mlactl profile show {shlex.quote(name)}")
+        yield Finding("profiles", Severity.WARNING, "not-built", what, "kernels of this release", f"mlactl profile show {shell_word(name)}")
     if len(by_state[PRESENT]) == len(items):
         yield Finding("profiles", Severity.OK, "coverage", warm)
+
+
+def _unjudged(situation: Situation) -> str:
+    """What to add where an entry that this user may not read could be the one that is looked for."""
+    number = situation.unreadable
+    return f"; {counted(number, 'entry', 'entries')} cannot be read by this user and may be among them" if number else ""
+
+
+def _look(situation: Situation) -> str:
+    return "; ".join(f"ls -ld {shell_word(held.layer.path)}" for held in situation.layers)
 
 
 def _named(items: Sequence[Item]) -> str:

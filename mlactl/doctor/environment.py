@@ -15,6 +15,7 @@ from mlactl.doctor.findings import Finding, Severity
 from mlactl.doctor.node import PROHIBITED, Gpu
 from mlactl.doctor.situation import Situation
 from mlactl.kernels.compiler import CODE_VARIABLES
+from mlactl.printable import shell_word
 
 OURS = (
     *("MLACTL_CACHE_DIR", "MLACTL_TRUST_ROOT", "MLACTL_FROZEN", "MLACTL_DEBUG", "MLACTL_CAPTURE_DIR", "MLACTL_CAPTURE_INCLUDE"),
@@ -57,7 +58,7 @@ def check(situation: Situation) -> Iterator[Finding]:
     yield from found or [Finding("environment", Severity.OK, "environment", "no variable forks, moves or changes anything")]
 
 
-def _notice(check: str, what: str, fix: str = "") -> Finding:
+def _notice(check: str, what: str, fix: str) -> Finding:
     return Finding("environment", Severity.NOTICE, check, what, "", fix)
 
 
@@ -70,9 +71,13 @@ def _ours(situation: Situation) -> Iterator[Finding]:
     listed = environ.get("MLACTL_CACHE_DIR")
     if situation.cache_dir is not None and listed != situation.cache_dir:
         where = f"MLACTL_CACHE_DIR={listed}" if listed else "the default root"
-        yield _notice("cache-dir-option", f"--cache-dir {situation.cache_dir} was looked at; a server in this environment uses {where}")
+        yield _notice(
+            "cache-dir-option",
+            f"--cache-dir {situation.cache_dir} was looked at; a server in this environment uses {where}",
+            "export MLACTL_CACHE_DIR, if it is meant to use that one",
+        )
     elif listed:
-        yield _notice("cache-dir", f"MLACTL_CACHE_DIR={listed} is where the cache is")
+        yield _notice("cache-dir", f"MLACTL_CACHE_DIR={listed} is where the cache is", "unset MLACTL_CACHE_DIR, if not meant")
     frozen = environ.get("MLACTL_FROZEN", "")
     if frozen not in ("", "0", "1"):
         yield _warning("frozen", f"MLACTL_FROZEN={frozen} freezes nothing: a miss would compile inside a request", "1", "MLACTL_FROZEN=1")
@@ -84,7 +89,7 @@ def _ours(situation: Situation) -> Iterator[Finding]:
     for name in sorted(environ):
         if name.startswith("MLACTL_") and name not in OURS:
             near = get_close_matches(name, OURS, 1)
-            fix = f"did you mean {near[0]}? else unset {name}" if near else f"unset {name}"
+            fix = f"did you mean {near[0]}? else unset {name}" if near else f"unset {shell_word(name)}"
             yield _warning("unknown-variable", f"{name} is set and read by nothing here", f"one of {', '.join(OURS[:5])}", fix)
 
 
@@ -118,7 +123,7 @@ def _xdg(environ: Mapping[str, str]) -> Iterator[Finding]:
         yield _warning("xdg-cache-home", what, "an absolute path", "XDG_CACHE_HOME=$HOME/.cache")
     elif folder:
         ours = "" if environ.get("MLACTL_CACHE_DIR") else "this cache, "
-        yield _notice("xdg-cache-home", f"XDG_CACHE_HOME moves {ours}b12x's, vLLM's and torch extensions'")
+        yield _notice("xdg-cache-home", f"XDG_CACHE_HOME moves {ours}b12x's, vLLM's and torch extensions'", "unset XDG_CACHE_HOME, if not meant")
 
 
 def _compiler(situation: Situation) -> Iterator[Finding]:
@@ -137,7 +142,8 @@ def _compiler(situation: Situation) -> Iterator[Finding]:
         if name.startswith("CUTE_DSL_"):
             yield _notice("compiler-variable", f"{name} is set: {_DSL_REMARKS.get(name, 'it changes no object of this cache')}", f"unset {name}")
         elif name == "CUDA_TOOLKIT_PATH":
-            yield _notice("toolkit-path", "CUDA_TOOLKIT_PATH is set: it is part of b12x's cache keys and forks that cache, not this one")
+            what = "CUDA_TOOLKIT_PATH is set: it is part of b12x's cache keys and forks that cache, not this one"
+            yield _notice("toolkit-path", what, "unset CUDA_TOOLKIT_PATH, if not meant")
 
 
 def _b12x(environ: Mapping[str, str]) -> Iterator[Finding]:
@@ -146,7 +152,7 @@ def _b12x(environ: Mapping[str, str]) -> Iterator[Finding]:
         what = f"{' and '.join(named)} are both set: releases of b12x read one or the other, each with a cache of its own"
         yield _warning("b12x-variables", what, "the one that the installed release reads", f"unset all but {next(iter(named))}")
     elif named:
-        yield _notice("b12x-variables", f"{next(iter(named))} moves b12x's cache")
+        yield _notice("b12x-variables", f"{next(iter(named))} moves b12x's cache", f"unset {next(iter(named))}, if not meant")
 
 
 def _devices(situation: Situation) -> Iterator[Finding]:
@@ -178,7 +184,8 @@ def _visible(situation: Situation, value: str) -> Finding:
         return _warning("visible-devices", what, "indices that mean what nvidia-smi shows, or UUIDs", fix)
     if gpus and seen.ended:
         return _warning("visible-devices", f"{visible.VARIABLE} leaves fewer GPUs than it names: {seen.ended}", wanted, fix)
-    return _notice("visible-devices", f"{visible.VARIABLE} narrows what a launch sees; the GPUs above are all of the node's")
+    what = f"{visible.VARIABLE} narrows what a launch sees; the GPUs above are all of the node's"
+    return _notice("visible-devices", what, f"unset {visible.VARIABLE}, if not meant")
 
 
 def _unusable(gpu: Gpu) -> str:

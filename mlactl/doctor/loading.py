@@ -87,7 +87,7 @@ def _runtime(flavours: Sequence[str], needed: Needs) -> Iterator[Finding]:
         try:
             path = runtime_library(flavour)
         except MlactlError as error:
-            lacking.append((flavour, error.message, _install(needs) or error.hint or ""))
+            lacking.append((flavour, error.message, _install(needs) or error.hint or f"pip install --no-deps nvidia-cutlass-dsl-libs-{flavour}"))
             continue
         yield Finding("loading", Severity.OK, "runtime-library", f"runtime library of {flavour}: {path}")
         for need, number in needs.items():

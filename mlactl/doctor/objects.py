@@ -19,7 +19,7 @@ def check(situation: Situation) -> Iterator[Finding]:
 
 
 def _of(situation: Situation, arch: str) -> Finding:
-    warm = f"mlactl warmup --profile NAME --arch {arch}"
+    warm = situation.warmup(f"--profile NAME --arch {arch}")
     good = situation.good
     here = [entry for entry in good if entry.manifest is not None and entry.manifest.arch == arch]
     if not here:
@@ -27,7 +27,7 @@ def _of(situation: Situation, arch: str) -> Finding:
         if others:
             what = f"no object for {arch}; there are objects for {', '.join(others)}, which never load on it"
         else:
-            what = f"no object for {arch}: the cache is empty"
+            what = f"no object for {arch}: {_nothing(situation)}"
         if situation.build_node:
             severity = Severity.ERROR if others else Severity.WARNING
             return Finding("objects", severity, "no-object", what + ("" if others else ", nothing is warmed yet"), f"objects for {arch}", warm)
@@ -50,6 +50,16 @@ def _of(situation: Situation, arch: str) -> Finding:
         "objects of this release and toolchain",
         f"{warm}; mlactl cache why {here[0].key[:12]}",
     )
+
+
+def _nothing(situation: Situation) -> str:
+    """Why no object of any target can be seen."""
+    if situation.unreadable:
+        return f"nothing in the cache can be judged, {counted(situation.unreadable, 'entry', 'entries')} cannot be read by this user"
+    if any(held.problem is not None or held.passed_over for held in situation.layers):
+        return "what the cache holds could not be read, or not all of it"
+    foreign = next((held.foreign for held in situation.layers if held.foreign is not None), None)
+    return "the cache is empty" if foreign is None else foreign.message
 
 
 def _severity(situation: Situation, arch: str) -> Severity:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+import stat
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
+from pathlib import Path
 
 from mlactl.cache import key as keys
-from mlactl.cache import publish
+from mlactl.cache import publish, trust
 from mlactl.cache import toolchain as toolchains
+from mlactl.cache.adapters import require_own
 from mlactl.cache.key import KeyInputs
 from mlactl.cache.manifest import Manifest
-from mlactl.cache.roots import Layer
+from mlactl.cache.roots import Layer, Roots
 from mlactl.cache.store import Entry, Status, Store
 from mlactl.cache.toolchain import Toolchain
 from mlactl.doctor.findings import Severity
@@ -26,12 +31,19 @@ from mlactl.warmup.arches import DEFAULT_ARCH
 
 @dataclass(frozen=True, slots=True)
 class LayerEntries:
-    """What one layer holds: `problem` is the error that reading it raised, `passed_over` folders that could not be looked at."""
+    """What one layer holds: `problem` is the error that reading it raised, `passed_over` folders that could not be looked at.
+
+    `unreadable` are keys of entries with a file that this user may not read, `owners` whose files those are. `foreign` is
+    the refusal of another tool's root.
+    """
 
     layer: Layer
     entries: tuple[Entry, ...]
     passed_over: tuple[str, ...] = ()
     problem: MlactlError | None = None
+    unreadable: frozenset[str] = frozenset()
+    owners: tuple[str, ...] = ()
+    foreign: MlactlError | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +51,7 @@ class Situation:
     """One node and one environment. `build_node` only compiles: nothing is launched there. `visible` are the GPUs that a launch sees.
 
     `obstacle` says why a miss could not be compiled at launch, None when it could. `no_store` is the error of an
-    environment that names no root at all; `store` is None then.
+    environment that names no root at all; `store` is None then. `unwritable` says why a warmup refuses the root.
     """
 
     environ: Mapping[str, str]
@@ -54,12 +66,37 @@ class Situation:
     absence: str
     obstacle: str | None
     arches: tuple[str, ...]
+    unwritable: MlactlError | None = None
     _here: dict[tuple[CompileSpec, str, Toolchain], KeyInputs | str] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def good(self) -> tuple[Entry, ...]:
-        """Entries that names, sizes and manifests have nothing against."""
-        return tuple(entry for held in self.layers for entry in held.entries if entry.status is Status.OK and entry.manifest is not None)
+        """Entries that names, sizes and manifests have nothing against, and that this user may read."""
+        return tuple(
+            entry
+            for held in self.layers
+            for entry in held.entries
+            if entry.status is Status.OK and entry.manifest is not None and entry.key not in held.unreadable
+        )
+
+    @property
+    def unreadable(self) -> int:
+        """How many entries there are of which this user may not read a file: what they hold is not known."""
+        return sum(len(held.unreadable) for held in self.layers)
+
+    def owner_first(self) -> str:
+        """What lets every entry be judged: as whom to run the doctor."""
+        return as_owner(owner for held in self.layers for owner in held.owners)
+
+    def warmup(self, options: str) -> str:
+        """The warmup command that works here; where one refuses the root, a command that names another root."""
+        if self.no_store is None and self.unwritable is None:
+            return f"mlactl warmup {options}"
+        if any(held.foreign is not None for held in self.layers):
+            return f"in a root of mlactl's own: mlactl warmup --cache-dir DIR {options}"
+        if self.store is None or self.store.roots.writable is None:
+            return f"in a root that may be written: mlactl warmup --cache-dir DIR {options}"
+        return f"mend the root first, as said under cache, or name another: mlactl warmup --cache-dir DIR {options}"
 
     @property
     def loadable(self) -> tuple[Entry, ...]:
@@ -105,9 +142,11 @@ def gather(
     layers = tuple(_read(store, layer, on_entry) for layer in store.roots.layers) if store is not None else ()
     here = toolchains.current()
     seen = visible(environ, node)
+    unwritable = _unwritable(store)
+    refused = next((held.foreign for held in layers if held.foreign is not None), unwritable)
     return Situation(
         environ, cache_dir, build_node, node, store, no_store, seen, layers, here, toolchains.absence(),
-        _obstacle(environ, store, here), arches or (() if build_node else _targets(node, seen)) or _warmed(layers) or (DEFAULT_ARCH,),
+        _obstacle(environ, unwritable, here), arches or (() if build_node else _targets(node, seen)) or _warmed(layers) or (DEFAULT_ARCH,), refused,
     )  # fmt: skip
 
 
@@ -119,13 +158,57 @@ def _targets(node: Node, seen: Visible) -> tuple[str, ...]:
 def _read(store: Store, layer: Layer, on_entry: Callable[[], None]) -> LayerEntries:
     found: list[Entry] = []
     passed_over: list[str] = []
+    unreadable: set[str] = set()
+    owners: dict[str, None] = {}
+    problem: MlactlError | None = None
     try:
         for entry in store.entries([layer], on_problem=passed_over.append):
             found.append(entry)
+            if not entry.residue and entry.status is not Status.QUARANTINED:
+                shut = owners_of_closed(filter(None, (entry.manifest_path, entry.object_path)))
+                if shut:
+                    unreadable.add(entry.key)
+                    owners |= dict.fromkeys(shut)
             on_entry()
     except MlactlError as error:
-        return LayerEntries(layer, tuple(found), tuple(passed_over), error)
-    return LayerEntries(layer, tuple(found), tuple(passed_over))
+        problem = error
+    return LayerEntries(layer, tuple(found), tuple(passed_over), problem, frozenset(unreadable), tuple(owners), _foreign(layer))
+
+
+def owners_of_closed(paths: Iterable[Path]) -> list[str]:
+    """Owners of those of some files that this user may not read."""
+    found = []
+    for path in paths:
+        with suppress(OSError):
+            info = path.lstat()
+            if stat.S_ISREG(info.st_mode) and not os.access(path, os.R_OK):
+                found.append(trust.user_name(info.st_uid))
+    return found
+
+
+def as_owner(owners: Iterable[str]) -> str:
+    """As whom to run the doctor where some files are their owners' alone; a shell's variables decide which roots are found."""
+    return f"run mlactl doctor in this environment as the owner, {' or '.join(dict.fromkeys(owners))}, or as root"
+
+
+def _foreign(layer: Layer) -> MlactlError | None:
+    """The refusal of a root that another tool wrote, in the words of a warmup."""
+    try:
+        require_own(Roots((layer,)))
+    except MlactlError as error:
+        return error
+    return None
+
+
+def _unwritable(store: Store | None) -> MlactlError | None:
+    """Why no launch could publish to the root of this environment."""
+    if store is None:
+        return None
+    try:
+        publish.require_writable(store)
+    except MlactlError as error:
+        return error
+    return None
 
 
 def _warmed(layers: tuple[LayerEntries, ...]) -> tuple[str, ...]:
@@ -133,7 +216,7 @@ def _warmed(layers: tuple[LayerEntries, ...]) -> tuple[str, ...]:
     return tuple(sorted({entry.manifest.arch for held in layers for entry in held.entries if entry.manifest is not None and not entry.residue}))
 
 
-def _obstacle(environ: Mapping[str, str], store: Store | None, here: Toolchain | None) -> str | None:
+def _obstacle(environ: Mapping[str, str], unwritable: MlactlError | None, here: Toolchain | None) -> str | None:
     """Why a launch that misses could not compile, in the order in which it would find out."""
     if environ.get("MLACTL_FROZEN") == "1":
         return "MLACTL_FROZEN=1 forbids compiling at launch"
@@ -144,12 +227,7 @@ def _obstacle(environ: Mapping[str, str], store: Store | None, here: Toolchain |
         return f"{refused} is set, with which nothing is compiled"
     if linker() is None:
         return "no linker here to compile with"
-    try:
-        if store is not None:
-            publish.require_writable(store)
-    except MlactlError as error:
-        return error.message
-    return None
+    return None if unwritable is None else unwritable.message
 
 
 @lru_cache(maxsize=1)

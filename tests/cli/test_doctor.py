@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from command_line import Cli
+from fabricated import b12x_entry
 from scale_files import v1, write_json
 
 HERE = Path(__file__).resolve().parent
@@ -142,6 +143,40 @@ def test_fixes_name_the_root_that_was_asked_about(doctor, tmp_path):
     assert fix == f"mlactl warmup --cache-dir '{root}' --profile ci-small --arch sm_120a"
     assert f"fix: {fix}" in doctor("doctor", "--profile", "ci-small", "--cache-dir", root).stdout
     assert not root.exists(), "looking makes nothing"
+
+
+@pytest.mark.parametrize("variable", ["MLACTL_CACHE_DIR", "MLACTL_CAPTURE_DIR", "MLACTL_FROZEN", "MLACTL_TRUST_ROOT", "VLLM_NVFP4_MLA_SCALES_FILE"])
+def test_a_line_break_in_a_value_makes_no_line_of_its_own(warm, variable):
+    """A value could add a finding, or a fix, that nobody made; ESC was escaped and this was not."""
+    forged = f"{warm.home}/x\n  ok       this node is fine\x1b[2K"
+    done = warm("doctor", env={variable: forged})
+    lines = [line for line in done.lines if "this node is fine" in line]
+    assert any(r"/x\n  ok       this node is fine\x1b[2K" in line for line in lines), done.stdout
+    assert not [line for line in done.lines if line.startswith("  ok       this node")]
+    assert "\x1b" not in done.stdout
+    if variable == "MLACTL_CACHE_DIR":
+        rows = warm("doctor", "--json", env={variable: forged}).json["findings"]
+        assert any(forged in row["what"] for row in rows), "JSON has the value itself"
+
+
+def test_a_root_that_is_no_folder_is_exit_3_on_a_build_node_too(doctor):
+    """`::` and a read-only root were, and a file was an error with a warmup for a fix."""
+    for listed in ("/etc/passwd", "/etc/passwd/below", "::"):
+        done = doctor("doctor", "--no-gpu", "--json", env={"MLACTL_CACHE_DIR": listed, "MLACTL_FROZEN": None})
+        assert (done.code, done.json["verdict"]) == (3, "unfit"), listed
+        assert {check for severity, area, check in findings(done, "fatal") if area == "cache"} <= {"no-root", "root-unreadable", "root-unwritable"}
+        assert not [row for row in done.json["findings"] if "mlactl warmup --profile" in (row["fix"] or "")]
+
+
+def test_another_tools_root_by_option_is_named_and_never_warmed_into(doctor, tmp_path):
+    root = tmp_path / "b12x root"
+    b12x_entry(root, "attention.mla.sm120.decode", 53, {"latent_scale_identity": 1})
+    done = doctor("doctor", "--profile", "ci-small", "--cache-dir", root, "--json")
+    (found,) = [row for row in done.json["findings"] if row["check"] == "foreign-root"]
+    assert (done.code, found["severity"], found["what"]) == (3, "fatal", f"{root} is a b12x cache, expected one of mlactl's own")
+    fixes = [row["fix"] for row in done.json["findings"] if "warmup" in (row["fix"] or "")]
+    assert fixes
+    assert all("mlactl warmup --cache-dir DIR " in fix and str(root) not in fix for fix in fixes)
 
 
 def test_a_scale_file_of_the_environment_and_of_the_option(warm, tmp_path):

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import os
+import re
 import sys
 import tempfile
 from dataclasses import replace
@@ -9,15 +10,15 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from doctor_nodes import PRO_6000, SPARK, node
-from fabricated import CU12, HERE, OLDER, put
+from doctor_nodes import PRO_6000, SPARK, hold_to_fixes, node
+from fabricated import CU12, HERE, OLDER, b12x_entry, put
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "store"))
-from users import ME, NOBODY, as_root
+from users import ME, as_nobody, as_root, let_through
 
-from mlactl.cache import locks, machine_code, roots
+from mlactl.cache import locks, machine_code, roots, trust
 from mlactl.cache import toolchain as toolchains
-from mlactl.doctor import cache_roots, compiling, environment, loading, objects, situation
+from mlactl.doctor import cache_roots, compiling, coverage, environment, loading, objects, situation
 from mlactl.doctor.findings import Severity
 from mlactl.doctor.situation import gather
 from mlactl.errors import EnvironmentUnfit
@@ -29,6 +30,7 @@ MERGES = tuple(DENSE_MERGE.spec(groups=groups, value_width=512) for groups in (1
 
 @pytest.fixture(autouse=True)
 def _clean(monkeypatch):
+    hold_to_fixes(monkeypatch)
     for name in list(os.environ):
         if name.startswith(("MLACTL_", "CUTE_DSL_", "XDG_CACHE")):
             monkeypatch.delenv(name)
@@ -288,8 +290,118 @@ def test_absent_roots(root, tmp_path):
 
 
 def test_a_file_in_the_place_of_a_root(root):
+    """Nothing can be loaded from it and nothing compiled into it: as fatal as a root that is read-only."""
     root.write_text("x")
-    assert told(cache_roots.check(at(root)))[0][:2] == ("error", "root-unreadable")
+    for environ, build_node in (({}, False), ({"MLACTL_FROZEN": ""}, False), ({}, True)):
+        found = list(cache_roots.check(at(root, environ, build_node=build_node)))
+        words = f"{root} (owner {ME}, mode 0644) is no folder that can be entered"
+        assert told(found) == [("fatal", "root-unreadable", words)]
+        fix = f"name a folder instead: MLACTL_CACHE_DIR=DIR, or --cache-dir DIR; ls -ld {root} shows what is there"
+        assert fix_of(found, "root-unreadable") == ("a folder", fix)
+    below = list(cache_roots.check(at(root / "below", build_node=True)))
+    assert [row[:2] for row in told(below)] == [("fatal", "root-unwritable")]
+    assert fix_of(below, "root-unwritable")[1] == "name another root: --cache-dir DIR or MLACTL_CACHE_DIR"
+
+
+def test_a_root_that_is_no_folder_beside_a_layer_with_objects_is_an_error(root, tmp_path):
+    put(root, MERGE)
+    (tmp_path / "file").write_text("x")
+    assert told(cache_roots.check(at(f"{tmp_path}/file:{root}")))[0][:2] == ("error", "root-unreadable")
+
+
+@pytest.mark.parametrize("kind", ["file", "no-root", "b12x", "read-only"])
+def test_no_fix_is_a_warmup_that_would_refuse_the_root(root, kind):
+    """`mlactl warmup` was the fix beside a root in which nothing can be made."""
+    if kind == "file":
+        root.write_text("x")
+    if kind == "b12x":
+        b12x_entry(root, "attention.mla.sm120.decode", 53, {"latent_scale_identity": 1})
+    listed = {"no-root": "", "read-only": f":{root}"}.get(kind, str(root))
+    found = gather({"HOME": "/nonexistent/home"}, cache_dir=listed, arches=(), build_node=True, node=node(PRO_6000))
+    chosen = coverage.choose(found, ("ci-small",))
+    rows = [*compiling.check(found), *cache_roots.check(found), *objects.check(found), *coverage.check(found, chosen, None)]
+    commands = [command for row in rows for command in re.findall("mlactl warmup[^;]*", row.fix)]
+    assert commands[0] == "mlactl warmup --cache-dir DIR --profile NAME --arch sm_120a"
+    assert all(command.startswith("mlactl warmup --cache-dir DIR ") for command in commands)
+
+
+def test_another_tools_root_is_a_finding_that_names_it(root):
+    """It was `ok`, with 0 entries, and a fix that would have made it a cache of both tools."""
+    b12x_entry(root, "attention.mla.sm120.decode", 53, {"latent_scale_identity": 1})
+    for node_at, severity in ((at(root), "fatal"), (at(root, {"MLACTL_FROZEN": ""}), "error"), (at(root, build_node=True), "fatal")):
+        found = list(cache_roots.check(node_at))
+        words = f"{root} is a b12x cache, expected one of mlactl's own"
+        assert [(finding.severity.value, finding.check, finding.what) for finding in found] == [(severity, "foreign-root", words)]
+        assert fix_of(found, "foreign-root")[1].endswith(f"; of this one: mlactl cache ls --root-kind b12x --cache-dir {root}")
+        (found,) = objects.check(node_at)
+        assert found.what.startswith(f"no object for sm_120a: {words}")
+        assert found.fix == "in a root of mlactl's own: mlactl warmup --cache-dir DIR --profile NAME --arch sm_120a"
+    layered = at(f"{root.parent}/own:{root}")
+    assert [row[:2] for row in told(cache_roots.check(layered))] == [("notice", "root-absent"), ("error", "foreign-root")]
+
+
+@as_root
+def test_a_root_whose_way_cannot_be_checked_has_a_fix(root, monkeypatch):
+    """lstat refused on the way there is an error without a hint of its own."""
+    put(root, MERGE)
+
+    def refuse(bucket, path):
+        raise trust.Untrusted(f"{path} cannot be checked: Permission denied")
+
+    monkeypatch.setattr(cache_roots.trust, "check_folders", refuse)
+    ((_, check, what),) = told(cache_roots.check(at(root, {"MLACTL_FROZEN": ""})))
+    assert (check, what) == ("untrusted-root", f"{root} cannot be checked: Permission denied")
+
+
+@as_root
+def test_entries_that_this_user_may_not_read_are_told_and_no_hit(root, tmp_path):
+    """A lookup cannot read them either: they were objects that a lookup finds, or damaged."""
+    keys = [put(root, spec) for spec in MERGES]
+    for folder in (root, root / "v1", *(root / "v1").iterdir()):
+        folder.chmod(0o755)
+    let_through(tmp_path)
+    bucket = [root / "v1" / key[:2] / key for key in keys]
+    bucket[0].with_suffix(".so").chmod(0o600)
+    bucket[1].with_suffix(".json").chmod(0o600)
+
+    def look():
+        found = at(root)
+        rows = [*cache_roots.check(found), *objects.check(found)]
+        return [(row.severity.value, row.check, row.what, row.fix) for row in rows if row.check not in ("root-unwritable", "closed-above")]
+
+    owner = "run mlactl doctor in this environment as the owner, root (uid 0), or as root"
+    unreadable = f"{root}: 2 entries could not be judged, this user may not read them: each is a miss at launch"
+    assert as_nobody(look) == repr([
+        ("error", "entries-unreadable", unreadable, f"{owner}; for this user to load them: chmod -R a+rX {root}"),
+        ("ok", "objects", "1 object for sm_120a that a lookup here finds", ""),
+    ])  # fmt: skip
+    bucket[2].with_suffix(".json").chmod(0o600)
+    words = "no object for sm_120a: nothing in the cache can be judged, 3 entries cannot be read by this user, and MLACTL_FROZEN=1 forbids compiling"
+    assert f"('fatal', 'no-object', '{words} at launch'" in as_nobody(look)
+    assert told(cache_roots.check(at(root)), of="entries-unreadable") == [], "root reads them all"
+
+
+@as_root
+def test_coverage_says_that_missing_objects_may_be_unreadable_ones(root, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    put(root, MERGE)
+    files = [path for path in root.rglob("*") if path.is_file()]
+    for folder in (root, root / "v1", *(root / "v1").iterdir()):
+        folder.chmod(0o755)
+    let_through(tmp_path)
+    for path in files:
+        path.chmod(0o600)
+
+    def look(*names):
+        found = at(root)
+        return [(row.check, row.what, row.fix) for row in coverage.check(found, coverage.choose(found, names), None)]
+
+    added = "; 1 entry cannot be read by this user and may be among them"
+    owner = "run mlactl doctor in this environment as the owner, root (uid 0), or as root"
+    nothing = "no profile was asked for, and the cache holds no object of a known one"
+    assert as_nobody(look).startswith(f"[('no-profile', '{nothing}{added}: coverage was not checked'")
+    asked = as_nobody(lambda: look("ci-small"))
+    assert f"{added}', '{owner}; then " in asked
 
 
 def test_no_home_folder_is_fatal():
@@ -338,35 +450,12 @@ def test_another_users_root_and_entries(root):
     assert what.startswith(f"{root} is not trusted: owner uid 12345, mode 0700; expected it to be owned by root or by {ME}")
 
 
-def as_nobody(function):
-    """What `function` returns, as text, in a process of a user that owns nothing."""
-    read, write = os.pipe()
-    if os.fork() == 0:
-        try:
-            os.setgroups([])
-            os.setgid(NOBODY)
-            os.setuid(NOBODY)
-            os.write(write, repr(function()).encode())
-        except BaseException as error:
-            os.write(write, repr(error).encode())
-        finally:
-            os._exit(0)
-    os.wait()
-    os.close(write)
-    with os.fdopen(read) as file:
-        return file.read()
-
-
-def let_through(path):
-    for folder in (path, *path.parents):
-        if "pytest" in str(folder):
-            folder.chmod(0o755)
-
-
 @as_root
 def test_a_root_that_cannot_be_read_or_written(root, tmp_path):
     put(root, MERGE)
     let_through(tmp_path)
+    unknown = "no object for sm_120a: what the cache holds could not be read, or not all of it, and MLACTL_FROZEN=1 forbids compiling at launch"
+    assert as_nobody(lambda: told(objects.check(at(root)))) == repr([("fatal", "no-object", unknown)])
     private = as_nobody(lambda: [(f.severity.value, f.check, f.what, f.fix) for f in cache_roots.check(at(root)) if f.counts])
     assert f"('error', 'root-unreadable', '{root}/v1 (in {root}: owner root (uid 0), mode 0700) cannot be read: Permission denied" in private
     for folder, _, files in os.walk(root):
@@ -400,7 +489,7 @@ def test_roots_below_a_folder_that_may_not_be_entered(root, tmp_path):
         return [(f.severity.value, f.check, f.what) for f in report.findings if f.check == "root-unreadable"]
 
     words = f"{closed}/cache (in {closed}: owner root (uid 0), mode 0700) is no folder that can be entered"
-    assert as_nobody(whole) == repr([("error", "root-unreadable", words), ("error", "root-unreadable", words.replace("/cache (", "/layer ("))])
+    assert as_nobody(whole) == repr([("fatal", "root-unreadable", words), ("fatal", "root-unreadable", words.replace("/cache (", "/layer ("))])
 
 
 def test_a_bucket_that_cannot_be_looked_at(root, tmp_path):
@@ -682,7 +771,7 @@ def test_each_variable_that_matters(environ, severity, check, what):
     found = gather({"MLACTL_FROZEN": "1", **environ}, cache_dir=None, arches=(), build_node=False, node=node(PRO_6000))
     (finding,) = environment.check(found)
     assert (finding.severity.value, finding.check, finding.what) == (severity, check, what)
-    assert finding.fix or severity == "notice"
+    assert finding.fix
 
 
 @pytest.mark.parametrize("name", environment.CODE_VARIABLES)

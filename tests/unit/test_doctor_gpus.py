@@ -1,13 +1,18 @@
 """What NVML says of a node, and what the doctor makes of it; the cards are made up, the module has nvidia-ml-py's functions."""
 
 import pytest
-from doctor_nodes import B200, PRO_6000, SPARK, node, nvml, uuid
+from doctor_nodes import B200, PRO_6000, SPARK, hold_to_fixes, node, nvml, uuid
 
 from mlactl.doctor import gpus
 from mlactl.doctor.findings import Finding, Severity, exit_code
 from mlactl.doctor.node import Gpu, Node, ask, ask_through
 
 SUPPORTED = "compute capability 12.0 (sm_120a), 12.1 (sm_121a), 9.0 (sm_90a)"
+
+
+@pytest.fixture(autouse=True)
+def _fixes(monkeypatch):
+    hold_to_fixes(monkeypatch)
 
 
 def check(found, build_node=False):
@@ -115,4 +120,4 @@ def test_compute_modes_and_divided_cards():
     ids=["nothing", "notice", "warning", "error", "fatal"],
 )
 def test_the_worst_finding_is_the_exit_code(severities, code):
-    assert exit_code(Finding("gpu", Severity(severity), "x", "x") for severity in severities) == code
+    assert exit_code(Finding("gpu", Severity(severity), "x", "x", "y", "z") for severity in severities) == code

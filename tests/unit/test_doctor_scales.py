@@ -4,9 +4,10 @@ import json
 import os
 
 import pytest
-from doctor_nodes import PRO_6000, node
+from doctor_nodes import PRO_6000, hold_to_fixes, node
 from fabricated import HERE, b12x_entry, put
 from scale_files import LAYERS, v1, write_json
+from users import as_nobody, as_root, let_through
 
 from mlactl.cache import toolchain as toolchains
 from mlactl.cache.adapters import open_cache
@@ -25,6 +26,7 @@ GLM = "glm-5.2-tp4-dcp4"
 
 @pytest.fixture(autouse=True)
 def _clean(monkeypatch):
+    hold_to_fixes(monkeypatch)
     for name in list(os.environ):
         if name.startswith(("MLACTL_", "XDG_")):
             monkeypatch.delenv(name)
@@ -92,7 +94,8 @@ def test_an_invalid_file_is_an_error_with_the_command_that_lists_its_faults(root
     assert (found.severity.value, found.check) == ("error", "invalid-scale-file")
     assert "77" in found.what
     assert found.what.endswith("(named by --scales)")
-    assert found.fix == f"mlactl verify-scales {path} --profile {GLM}"
+    faults = f"mlactl verify-scales {path} --profile {GLM} lists every fault"
+    assert found.fix == f"{faults}; then name a valid file by --scales, which mlactl scales fit writes from amplitudes"
 
 
 def test_a_file_that_is_not_there_or_of_a_format_that_is_not_public(root, tmp_path):
@@ -226,7 +229,86 @@ def test_a_b12x_root_that_cannot_be_read_is_a_finding_and_no_crash(root, b12x, t
     found = checked(at(root, {"B12X_COMPILE_CACHE_DIR": str(b12x)}), scales(tmp_path))
     words = f"the b12x cache {b12x} could not be looked at: {b12x} cannot be read: Permission denied"
     assert told(found)[1:] == [("warning", "b12x-unreadable", words)]
-    assert found[1].fix == f"ls -ld {b12x}"
+    assert found[1].fix == f"run mlactl doctor in this environment as its owner, or as root; ls -ld {b12x}"
+
+
+AS_OWNER = "run mlactl doctor in this environment as the owner, root (uid 0), or as root"
+
+
+def b12x_told(root, b12x, file):
+    return [(row.severity.value, row.check, row.what, row.fix) for row in checked(at(root, {"B12X_COMPILE_CACHE_DIR": str(b12x)}), file)[1:]]
+
+
+@as_root
+def test_b12x_entries_of_another_user_cannot_be_judged(root, b12x, tmp_path):
+    """Their manifests are mode 0600: the file needs the dynamic variant was all that was said, and it was called fine."""
+    path = scales(tmp_path)
+    keys = [b12x_entry(b12x, DECODE, 53, {**FACTS, "num_heads": heads}) for heads in (16, 32)]
+    for key in keys:
+        (b12x / key[:2] / f"{key}.json").chmod(0o600)
+    let_through(tmp_path)
+    words = f"{b12x}: 2 entries could not be judged for the variants of {path}, which needs the dynamic ones: 2 bad-manifest (Permission denied)"
+    assert as_nobody(lambda: b12x_told(root, b12x, path)) == repr([("warning", "b12x-unjudged", words, AS_OWNER)])
+    assert [row[1] for row in b12x_told(root, b12x, path)] == ["b12x-identity-only"], "root reads them"
+    (b12x / keys[0][:2] / f"{keys[0]}.json").chmod(0o644)
+    both = as_nobody(lambda: [(row[1], "as far as it can be read" in row[2]) for row in b12x_told(root, b12x, path)])
+    assert both == repr([("b12x-unjudged", False), ("b12x-identity-only", True)])
+
+
+@as_root
+def test_b12x_folders_that_cannot_be_entered_are_told(root, b12x, tmp_path):
+    path = scales(tmp_path)
+    key = b12x_entry(b12x, DECODE, 53, FACTS)
+    let_through(tmp_path)
+    (b12x / key[:2]).chmod(0o700)
+    words = f"{b12x}: 1 folder could not be judged for the variants of {path}, which needs the dynamic ones: {b12x}/{key[:2]} (owner root (uid 0)"
+    assert as_nobody(lambda: b12x_told(root, b12x, path)).startswith(f"[('warning', 'b12x-unjudged', '{words}")
+    b12x.chmod(0o700)
+    assert as_nobody(lambda: [row[:2] for row in b12x_told(root, b12x, path)]) == repr([("warning", "b12x-unreadable")])
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o700)
+    b12x.rename(closed / "b12x")
+    assert as_nobody(lambda: [row[:2] for row in b12x_told(root, closed / "b12x", path)]) == repr([("warning", "b12x-unreadable")])
+
+
+@pytest.mark.parametrize("damage", ["manifest", "no-manifest", "size"])
+def test_damaged_b12x_entries_cannot_be_judged(root, b12x, tmp_path, damage):
+    path = scales(tmp_path)
+    b12x_entry(b12x, DECODE, 53, {**FACTS, "latent_scale_identity": 0})
+    b12x_entry(b12x, DECODE, 53, FACTS)
+    key = b12x_entry(b12x, DECODE, 53, {**FACTS, "num_heads": 32})
+    manifest = b12x / key[:2] / f"{key}.json"
+    if damage == "manifest":
+        manifest.write_bytes(b"{")
+    elif damage == "no-manifest":
+        manifest.unlink()
+    else:
+        (b12x / key[:2] / f"{key}.o").write_bytes(b"of another size than it had")
+    ((severity, check, what, fix),) = b12x_told(root, b12x, path)
+    assert (severity, check) == ("warning", "b12x-unjudged"), "and nothing calls every kernel fine"
+    status = {"manifest": "bad-manifest"}.get(damage, damage)
+    assert what.startswith(f"{b12x}: 1 entry could not be judged for the variants of {path}, which needs the dynamic ones: 1 {status} (")
+    at_root = f"--root-kind b12x --cache-dir {b12x}"
+    assert fix == f"mlactl cache audit {at_root} judges what it can, mlactl cache ls {at_root} names them"
+
+
+def test_a_b12x_manifest_without_its_object_is_loaded_by_nobody(root, b12x, tmp_path):
+    key = b12x_entry(b12x, DECODE, 53, FACTS)
+    (b12x / key[:2] / f"{key}.o").unlink()
+    assert b12x_told(root, b12x, scales(tmp_path)) == []
+
+
+@as_root
+def test_entries_of_our_own_that_cannot_be_read_are_told(root, tmp_path):
+    path = scales(tmp_path)
+    key = put(root, sparse(1))
+    for folder in (root, root / "v1", root / "v1" / key[:2]):
+        folder.chmod(0o755)
+    (root / "v1" / key[:2] / f"{key}.json").chmod(0o600)
+    let_through(tmp_path)
+    words = f"{root}: 1 entry could not be judged for the variants of {path}, which needs the dynamic ones: this user may not read them"
+    look = as_nobody(lambda: [(row.severity.value, row.check, row.what, row.fix) for row in checked(at(root), path)[1:]])
+    assert look == repr([("warning", "unjudged", words, AS_OWNER)])
 
 
 # ---- coverage

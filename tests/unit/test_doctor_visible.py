@@ -1,7 +1,7 @@
 """CUDA_VISIBLE_DEVICES against the GPUs of a node: what a launch sees, and what the doctor makes of it."""
 
 import pytest
-from doctor_nodes import B200, PRO_6000, SPARK, node, uuid
+from doctor_nodes import B200, PRO_6000, SPARK, hold_to_fixes, node, uuid
 
 from mlactl.doctor import environment
 from mlactl.doctor.node import Gpu, Node
@@ -12,6 +12,11 @@ TWO = node(PRO_6000, PRO_6000)
 PCI = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 CLOSED = Node("580", 13000, (Gpu(0, *PRO_6000, compute_mode=2, uuid=uuid(0)), Gpu(1, *PRO_6000, uuid=uuid(1))))
 DIVIDED = Node("580", 13000, (Gpu(0, *PRO_6000, mig=True, uuid=uuid(0), slices=("MIG-11", f"MIG-{uuid(0)}/3/0")), Gpu(1, *PRO_6000, uuid=uuid(1))))
+
+
+@pytest.fixture(autouse=True)
+def _fixes(monkeypatch):
+    hold_to_fixes(monkeypatch)
 
 
 def seen(value, of=TWO, **environ):
@@ -84,7 +89,7 @@ def told(value, of, *, build_node=False, **environ):
 
 
 NOT_ONE = "leaves no GPU that a launch could use: "
-NARROWED = ("notice", "narrows what a launch sees; the GPUs above are all of the node's", "")
+NARROWED = ("notice", "narrows what a launch sees; the GPUs above are all of the node's", "unset CUDA_VISIBLE_DEVICES, if not meant")
 
 
 @pytest.mark.parametrize(

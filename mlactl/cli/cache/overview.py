@@ -44,6 +44,8 @@ def ls(
     if all_roots:
         if kernel or arch or status:
             raise UsageError("--all-roots lists roots, which --kernel, --arch and --status do not filter", hint="mlactl cache ls --all-roots")
+        if root_kind is not options.RootKindChoice.AUTO:
+            raise UsageError("--all-roots lists roots of every kind", hint="mlactl cache ls --all-roots, without --root-kind")
         list_roots(out, cache_dir, show_all)
         return
     kernels, statuses = rendering.checked_kernels(kernel), rendering.checked_statuses(status)

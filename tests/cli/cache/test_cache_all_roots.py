@@ -3,6 +3,7 @@
 import os
 import re
 import shlex
+import subprocess
 
 import pytest
 
@@ -92,6 +93,31 @@ def test_filters_of_entries_do_not_go_with_it(node):
     done = node("cache", "ls", "--all-roots", "--kernel", "test.tiny")
     assert (done.code, done.stdout) == (2, "")
     assert done.stderr.startswith("error: --all-roots lists roots, which --kernel, --arch and --status do not filter\n")
+
+
+def test_it_is_about_roots_of_every_kind(node):
+    """--root-kind was taken and ignored."""
+    for kind in ("b12x", "mlactl"):
+        done = node("cache", "ls", "--all-roots", "--root-kind", kind)
+        assert (done.code, done.stdout) == (2, "")
+        assert done.stderr == "error: --all-roots lists roots of every kind\nhint: mlactl cache ls --all-roots, without --root-kind\n"
+    assert node("cache", "ls", "--all-roots", "--root-kind", "auto").code == 0
+
+
+def test_a_line_break_in_a_path_stays_on_its_line(node):
+    """It was printed as it is, so that a folder's name could look like a warning or a command."""
+    odd = node.home / "odd\nhint rm -rf x"
+    (odd / "v1" / "ab").mkdir(parents=True)
+    (odd / "v1" / "ab" / f"ab{'0' * 62}.so").write_bytes(b"0123456789")
+    (odd / "jit").mkdir()
+    done = node("cache", "ls", "--all-roots", env={"MLACTL_CACHE_DIR": str(odd), "TRITON_CACHE_DIR": str(odd / "jit")})
+    assert (done.code, "\nhint rm" in done.stdout + done.stderr) == (0, False)
+    assert f"{node.home}/odd\\nhint rm -rf x/jit lies inside the root of mlactl, which counts it too\n" in done.stderr
+    (command,) = [line.removeprefix("hint: ") for line in done.stderr.splitlines() if "--root-kind mlactl" in line]
+    told = subprocess.run(
+        ["bash", "-c", f"printf %s {command.partition('--cache-dir ')[2].rpartition(' --dry-run')[0]}"], capture_output=True, check=True
+    )
+    assert told.stdout.decode() == str(odd), "and the command names it as a shell takes it"
 
 
 def test_nothing_anywhere_is_clean(cache):
