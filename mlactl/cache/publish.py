@@ -30,7 +30,7 @@ from mlactl.cache import toolchain as toolchains
 from mlactl.cache.entry import Entry, RejectedObject, Status, linked, read_checked, read_entry, status_of_part
 from mlactl.cache.key import KeyInputs, inputs_for, symbol_for
 from mlactl.cache.manifest import SCHEMA_VERSION, KernelResources, Manifest, dump
-from mlactl.cache.roots import Layer
+from mlactl.cache.roots import Layer, Roots
 from mlactl.cache.store import TEMP_SUFFIX, Miss, Store
 from mlactl.errors import CannotRun, EnvironmentUnfit
 from mlactl.kernels import registry
@@ -209,7 +209,11 @@ def prepare(layer: Layer, key: str, *, shared: bool = False) -> int:
 
 
 def prepare_root(layer: Layer, *, shared: bool = False) -> int:
-    """`prepare` without the bucket."""
+    """`prepare` without the bucket; a root of another tool is refused before it becomes one of both."""
+    if not os.path.isdir(layer.folder()):  # noqa: PTH112
+        from mlactl.cache.adapters import require_own  # here: a root is made once, and most processes make none
+
+        require_own(Roots((layer,)))
     missing = [path for path in (layer.path, *layer.path.parents) if not path.exists()]
     for path in reversed(missing):
         _make_folder(path, 0o755 if shared else 0o700)

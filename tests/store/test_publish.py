@@ -22,7 +22,7 @@ from mlactl.cache.entry import examine
 from mlactl.cache.key import inputs_for
 from mlactl.cache.publish import compile_and_publish, find_linker
 from mlactl.cache.store import Entry, Hit, Status, Store
-from mlactl.errors import CannotRun, EnvironmentUnfit
+from mlactl.errors import CannotRun, EnvironmentUnfit, UsageError
 from mlactl.kernels import registry
 from mlactl.kernels.errors import CompileFailed, NotBuiltYet, SpecError
 
@@ -424,3 +424,12 @@ def test_sixteen_processes_compile_each_key_once(store: Store, prebuilt: tiny.Pr
     assert sorted(entry.key for entry in store.entries()) == sorted(expected)
     assert {examine(entry).status for entry in store.entries()} == {Status.OK}
     assert sorted(files(store)) == sorted(f"{key}.{suffix}" for key in expected for suffix in ("json", "so"))
+
+
+def test_a_root_of_b12x_is_not_published_into(store: Store, prebuilt: tiny.Prebuilt) -> None:
+    """A server that compiled on a miss left a folder that was a cache of both tools, which neither listed any more."""
+    root, key = store.roots.layers[0].path, "ab" * 32
+    (root / key[:2]).mkdir(parents=True)
+    (root / key[:2] / f"{key}.o").write_bytes(b"x")
+    fails(store, prebuilt.compiler(), UsageError, match="is a b12x cache, expected one of mlactl's own")
+    assert [path.name for path in root.iterdir()] == [key[:2]]
