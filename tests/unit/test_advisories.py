@@ -164,7 +164,7 @@ def test_the_file_on_the_page_loads_as_it_stands(tmp_path):
     path.write_text(text)
     (added,) = load(path).advisories[len(bundled().advisories) :]
     assert (added.id, added.case[0].kernels) == ("local-merge-nan", ("attention.dense_mla.merge",))
-    for needed in ("schema_version = 1", "where = { splits = [8] }"):
+    for needed in ("schema_version = 1", "where = { groups = [8] }"):
         path.write_text(text.replace(needed, ""))
         with pytest.raises(CannotRun):
             load(path)
