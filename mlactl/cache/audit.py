@@ -37,6 +37,12 @@ def _ignore(_steps: int) -> None:
     pass
 
 
+UNKNOWN_CAUSE = (
+    "nothing this release knows speaks against it: what it was set aside for is not recorded, and may be an advisory of a file (--advisories FILE)"
+)
+"""Of an entry that is quarantined and acquitted."""
+
+
 class Verdict(StrEnum):
     """What an audit says of an entry, the worst last."""
 
@@ -274,10 +280,12 @@ class _Auditor:
         found.reasons.append(found.code.text())
 
     def _unfit(self, entry: CacheEntry) -> tuple[Verdict, tuple[str, ...]]:
-        """An entry whose code is not looked at: damaged, being written, or without anything that says what it is."""
+        """An entry whose code is not looked at: damaged, being written, not readable, or without anything that says what it is."""
         said = f"{entry.status}: {entry.detail or 'nothing more is known'}"
         if entry.status == "locked":
             return Verdict.UNTOLD, (f"{said}; run the audit again when that is done",)
+        if entry.status == "unreadable":
+            return Verdict.UNTOLD, (f"{said}; what cannot be read is not judged",)
         if self.adapter.kind is RootKind.B12X and entry.status == "no-manifest":
             return Verdict.UNTOLD, (f"{said}; nothing says what it is, and releases before manifests load it all the same",)
         return Verdict.DAMAGED, (said,)
@@ -359,7 +367,9 @@ def restore(
         if result.guilty and not force:
             return Moved(entry, False, f"the audit says {result.verdict}: {result.reasons[0]}")
         moved = _move(adapter.put_back, entry)
-        return Moved(entry, True, f"in spite of {result.verdict}: {result.reasons[0]}") if moved.done and result.guilty else moved
+        if not moved.done:
+            return moved
+        return Moved(entry, True, f"in spite of {result.verdict}: {result.reasons[0]}" if result.guilty else UNKNOWN_CAUSE)
 
     return _each(entries, put_back, on_done, "put back")
 

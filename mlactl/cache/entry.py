@@ -17,7 +17,7 @@ import msgspec
 
 from mlactl.cache import trust
 from mlactl.cache.manifest import MAX_BYTES, MAX_OBJECT_BYTES, BadManifest, Manifest, parse
-from mlactl.cache.reading import not_regular, read_regular
+from mlactl.cache.reading import not_regular, out_of_reach, read_regular, refusal, withheld
 from mlactl.cache.roots import Layer
 from mlactl.kernels.errors import BadObject
 
@@ -26,12 +26,16 @@ REMOVED = "removed meanwhile"
 
 
 class Status(StrEnum):
-    """State of an entry, in the words every listing uses; anything but `ok` is a miss at load. `key` and `schema` are of foreign roots."""
+    """State of an entry, in the words every listing uses; anything but `ok` is a miss at load. `key` and `schema` are of foreign roots.
+
+    `unreadable` is no damage: reading was refused (another user's files) or failed (a disk), so that nothing is known of the content.
+    """
 
     OK = "ok"
     NO_MANIFEST = "no-manifest"
     NO_OBJECT = "no-object"
     BAD_MANIFEST = "bad-manifest"
+    UNREADABLE = "unreadable"
     SIZE = "size"
     DIGEST = "digest"
     ARCH = "arch"
@@ -115,21 +119,26 @@ def shallow(layer: Layer, bucket: str, key: str, *, manifest: bool, quarantined:
     object_bytes, problem = _object_size(f"{bucket}/{key}.so")
     try:
         if quarantined:
-            found, _, last_used = _read_manifest(f"{bucket}/{key}.quarantined", key)
+            found, _, _, last_used = _read_manifest(f"{bucket}/{key}.quarantined", key)
             return Entry(key, layer, found, Status.QUARANTINED, "set aside: mlactl cache show says what speaks against it", object_bytes, last_used)
         if manifest:
-            found, wrong, last_used = _read_manifest(f"{bucket}/{key}.json", key)
+            found, status, wrong, last_used = _read_manifest(f"{bucket}/{key}.json", key)
     except FileNotFoundError:  # removed since the listing, the manifest first
         manifest = False
     if not manifest:
+        refused = out_of_reach(f"{bucket}/{key}.so")
+        if refused is not None:
+            return Entry(key, layer, None, Status.UNREADABLE, refusal(f"{bucket}/{key}.so", refused))
         if object_bytes is None and not os.path.lexists(f"{bucket}/{key}.so"):
             return None
         said = problem or "an object that was never committed, or whose manifest was removed"
         return Entry(key, layer, None, Status.NO_MANIFEST, said, object_bytes)
     if found is None:
-        return Entry(key, layer, None, Status.BAD_MANIFEST, wrong, object_bytes, last_used)
+        return Entry(key, layer, None, status, wrong, object_bytes, last_used)
     if object_bytes is None:
-        return Entry(key, layer, found, Status.NO_OBJECT, problem, None, last_used)
+        refused = out_of_reach(f"{bucket}/{key}.so")
+        status, problem = (Status.NO_OBJECT, problem) if refused is None else _unread(f"{bucket}/{key}.so", refused)
+        return Entry(key, layer, found, status, problem, None, last_used)
     if object_bytes != found.object_bytes:
         return Entry(key, layer, found, Status.SIZE, f"{object_bytes} bytes, expected {found.object_bytes}", object_bytes, last_used)
     return Entry(key, layer, found, Status.OK, "", object_bytes, last_used)
@@ -177,7 +186,7 @@ def examine(entry: Entry, *, digests_only: bool = False) -> Entry:
     try:
         data, _ = read_regular(str(entry.object_path), entry.manifest.object_bytes)
     except OSError as error:
-        return _restate(entry, Status.NO_OBJECT, _why(error))
+        return _restate(entry, *_unread(entry.object_path, error))
     status, detail = check_object(entry.manifest, data, digests_only=digests_only)
     return entry if status is Status.OK else _restate(entry, status, detail)
 
@@ -226,7 +235,7 @@ def read_checked(entry: Entry, *, trusted_folders: set[str] | None = None) -> tu
     except BadManifest as error:
         raise _rejected(entry, Status.BAD_MANIFEST, error.reason) from None
     except OSError as error:
-        raise _rejected(entry, Status.NO_OBJECT, _why(error)) from None
+        raise _rejected(entry, *_unread(error.filename or bucket, error)) from None
     status, detail = check_object(manifest, data) if manifest.key == key else (Status.BAD_MANIFEST, f"it is the manifest of {manifest.key}")
     if status is not Status.OK:
         raise _rejected(entry, status, detail)
@@ -250,22 +259,36 @@ def _restate(entry: Entry, status: Status, detail: str) -> Entry:
     return msgspec.structs.replace(entry, status=status, detail=detail)
 
 
-def _read_manifest(path: str, key: str) -> tuple[Manifest | None, str, float | None]:
-    """The manifest, or None and what is wrong with it; and the file's modification time. Raises FileNotFoundError."""
+def why_no_manifest(path: str, key: str) -> tuple[Status, str]:
+    """Status and what is wrong of a manifest that a listing could not make out; `ok` where it can be by now."""
+    try:
+        _, status, wrong, _ = _read_manifest(path, key)
+    except FileNotFoundError:
+        return Status.NO_MANIFEST, REMOVED
+    return status, wrong
+
+
+def _read_manifest(path: str, key: str) -> tuple[Manifest | None, Status, str, float | None]:
+    """The manifest, or None with a status and what is wrong with it; and the file's modification time. Raises FileNotFoundError."""
     try:
         data, info = read_regular(path, MAX_BYTES)
     except FileNotFoundError:
         raise
     except OSError as error:
-        return None, _why(error), None
+        return (None, Status.UNREADABLE, refusal(path, error), None) if withheld(error) else (None, Status.BAD_MANIFEST, _why(error), None)
     last_used = info.st_mtime if info.st_mtime > 0 else None
     try:
         manifest = parse(data)
     except BadManifest as error:
-        return None, error.reason, last_used
+        return None, Status.BAD_MANIFEST, error.reason, last_used
     if manifest.key != key:
-        return None, f"it is the manifest of {manifest.key}", last_used
-    return manifest, "", last_used
+        return None, Status.BAD_MANIFEST, f"it is the manifest of {manifest.key}", last_used
+    return manifest, Status.OK, "", last_used
+
+
+def _unread(path: str | Path, error: OSError) -> tuple[Status, str]:
+    """Status and detail of an entry a file of which was not read."""
+    return (Status.UNREADABLE, refusal(path, error)) if withheld(error) else (Status.NO_OBJECT, _why(error))
 
 
 def _object_size(path: str) -> tuple[int | None, str]:

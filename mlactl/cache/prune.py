@@ -29,6 +29,7 @@ from mlactl.cache.removal import (
     folder_inside,
     least_recent,
     without_quarantined,
+    without_unreadable,
 )
 from mlactl.cache.roots import LAYOUT, Layer
 from mlactl.cache.selectors import Judge, Selectors
@@ -71,7 +72,8 @@ def plan(
         else:
             chosen.append((entry, reason))
     chosen, spared = without_quarantined(chosen, selectors)
-    kept += spared
+    chosen, unread = without_unreadable(chosen)
+    kept += spared + unread
     if selectors.max_bytes is not None:
         chosen = least_recent(chosen, listing.total_bytes(everything) - selectors.max_bytes, _last_use)
     lock_files = tuple(locks.lock_files(layer)) if selectors.locks else ()
@@ -90,7 +92,7 @@ def plan_keys(store: Store, entries: Iterable[Entry], *, now: float | None = Non
             )
         chosen.append((entry, "named"))
     everything = listing.collect(store, layers=[layer])
-    return _build(layer, ("named",), Chosen(chosen, []), everything, time.time() if now is None else now)
+    return _build(layer, ("named",), Chosen(*without_unreadable(chosen)), everything, time.time() if now is None else now)
 
 
 def _build(

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 import msgspec
 
 from mlactl.cache import locks, trust
-from mlactl.cache.entry import Entry, Status, examine, read_entry
+from mlactl.cache.entry import Entry, Status, examine, read_entry, why_no_manifest
 from mlactl.cache.reading import not_regular
 from mlactl.cache.roots import LAYOUT
 from mlactl.errors import CannotRun
@@ -59,7 +59,10 @@ def put_back(entry: Entry) -> None:
 def in_place(entry: Entry) -> Entry:
     """A quarantined entry with the status that the full check would give it were it put back."""
     if entry.manifest is None:
-        return msgspec.structs.replace(entry, status=Status.BAD_MANIFEST, detail="its manifest cannot be read")
+        status, detail = why_no_manifest(str(entry.manifest_path), entry.key)
+        if status is Status.OK:
+            status, detail = Status.UNREADABLE, "its manifest was replaced while it was looked at"
+        return msgspec.structs.replace(entry, status=status, detail=detail)
     return examine(msgspec.structs.replace(entry, status=Status.OK, detail=""))
 
 

@@ -6,7 +6,7 @@ import errno
 import os
 import stat
 
-from mlactl.cache import locks
+from mlactl.cache import locks, trust
 
 READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 """NONBLOCK: a FIFO in a file's place must not hang us."""
@@ -38,6 +38,29 @@ def read_whole(path: str, limit: int, *, flags: int = READ_FLAGS, folder: int | 
     if len(data) > limit:
         raise OSError(errno.EFBIG, f"{info.st_size} bytes, more than the {limit} it can have", path)
     return data, info
+
+
+_NOT_THE_FILE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EINVAL, errno.ENXIO, errno.EISDIR, errno.EFBIG})
+
+
+def withheld(error: OSError) -> bool:
+    """Whether a file is there for all that is known and only its reading was refused or failed (EACCES, EIO, ESTALE), which says nothing
+    of what is in it; not where there is none, or something else stands in its place."""
+    return error.errno not in _NOT_THE_FILE
+
+
+def refusal(path: str | os.PathLike[str], error: OSError) -> str:
+    """`/path (owner alice (uid 1000), mode 0600) cannot be read: Permission denied`."""
+    return f"{trust.describe(os.fspath(path))} cannot be read: {error.strerror or error}"
+
+
+def out_of_reach(path: str | os.PathLike[str]) -> OSError | None:
+    """Why it cannot be told whether there is a file of this name; None when it can be."""
+    try:
+        os.lstat(path)
+    except OSError as error:
+        return error if withheld(error) else None
+    return None
 
 
 def not_regular(mode: int) -> str:

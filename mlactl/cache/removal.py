@@ -32,6 +32,8 @@ SCHEMA_VERSION = 1
 QUARANTINED = "quarantined: mlactl cache rm KEY forgets it"
 """Why an entry that was set aside is kept."""
 
+UNREADABLE = "unreadable"
+
 E = TypeVar("E", bound=CacheEntry)
 
 
@@ -73,7 +75,8 @@ class PrunePlan:
     """What applying removes from one root.
 
     `selection` is how the entries were chosen, `locks` lock files relative to the root, `root_kernels` the ids and
-    versions there are, `root_kind` whose format it is: that decides the locks that are taken and the names that are believed."""
+    versions there are, `root_kind` whose format it is: that decides the locks that are taken and the names that are believed.
+    `root_unreadable` is how many entries of the root cannot be read, which no selector knows anything of."""
 
     schema_version: int
     root: str
@@ -87,6 +90,7 @@ class PrunePlan:
     root_bytes: int
     root_kernels: tuple[str, ...]
     root_kind: RootKind = RootKind.MLACTL
+    root_unreadable: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +167,15 @@ def build(
         root_bytes=listing.total_bytes(everything),
         root_kernels=listing.kernels_present(everything),
         root_kind=kind,
+        root_unreadable=sum(entry.status == UNREADABLE for entry in everything),
     )
+
+
+def without_unreadable(chosen: Iterable[tuple[E, str]]) -> tuple[list[tuple[E, str]], list[Kept]]:
+    """The chosen less what cannot be read, and those as kept: nobody knows what they are, and another user's may be in use as they are."""
+    found = list(chosen)
+    kept = [Kept(entry.key, f"cannot be read, so nothing says what would go: {entry.detail}") for entry, _ in found if entry.status == UNREADABLE]
+    return [(entry, reason) for entry, reason in found if entry.status != UNREADABLE], kept
 
 
 def without_quarantined(chosen: list[tuple[E, str]], selectors: Selectors) -> tuple[list[tuple[E, str]], list[Kept]]:

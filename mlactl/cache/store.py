@@ -316,9 +316,11 @@ def _matching(layer: Layer, bucket_name: str, prefix: str) -> Iterator[Entry]:
         names = os.listdir(bucket)
     except OSError:
         return
-    for key in sorted({name.partition(".")[0] for name in names if name.startswith(prefix)}):
-        if len(key) == 64 and key[:2] == bucket_name and not key.strip(_HEX):
-            entry = read_entry(layer, key)
+    there = {name for name in names if name.startswith(prefix)}
+    for key in sorted({name.partition(".")[0] for name in there}):
+        files = there & {f"{key}.so", f"{key}.json", f"{key}.quarantined"}
+        if files and len(key) == 64 and key[:2] == bucket_name and not key.strip(_HEX):
+            entry = shallow(layer, bucket, key, manifest=f"{key}.json" in files, quarantined=f"{key}.quarantined" in files)
             if entry is not None:
                 yield entry
 

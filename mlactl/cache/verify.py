@@ -20,6 +20,7 @@ from mlactl.cache import locks
 from mlactl.cache import toolchain as toolchains
 from mlactl.cache.entry import examine
 from mlactl.cache.manifest import Manifest
+from mlactl.cache.reading import out_of_reach
 from mlactl.cache.roots import Roots
 from mlactl.cache.store import Entry, Status, Store
 from mlactl.errors import Interrupted, MlactlError
@@ -117,7 +118,9 @@ def _second_look(store: Store, entry: Entry, digests_only: bool) -> Entry | None
         lease = None  # another user's root, or a read-only mount: judge what can be read
     try:
         now = store.entry_in(entry.layer, entry.key)
-        return None if now is None else examine(now, digests_only=digests_only)
+        if now is None:  # in a folder that this user may list and not enter nothing is known to be gone
+            return entry if out_of_reach(entry.object_path) else None
+        return examine(now, digests_only=digests_only)
     finally:
         if lease is not None:
             lease.close()
@@ -149,8 +152,8 @@ def _repair(store: Store, entry: Entry, compiler: Compiler) -> RepairOutcome:
     if entry.layer != store.roots.writable:
         return RepairOutcome(entry, Repair.LEFT, f"{entry.layer.path} is a read-only layer")
     if entry.status is Status.QUARANTINED:
-        return RepairOutcome(entry, Repair.LEFT, "it is quarantined")
-    if entry.status is Status.UNTRUSTED:
+        return RepairOutcome(entry, Repair.LEFT, "it is quarantined, which a repair does not undo")
+    if entry.status in (Status.UNTRUSTED, Status.UNREADABLE):
         return RepairOutcome(entry, Repair.LEFT, entry.detail)
     if entry.status is Status.LOCKED:
         return RepairOutcome(entry, Repair.BUSY, entry.detail)

@@ -610,3 +610,102 @@ def test_an_empty_root(tmp_path):
     cache = B12xCache(Root(tmp_path / "absent").path)
     assert cache.entries() == []
     assert cache.plan(Selectors(kernels=("x",))).entries == ()
+
+
+# ---- moves that were cut short
+
+
+def cut_short(root, key, window):
+    """The files of a key after a move was stopped: `whole`, a copy of the manifest beside a live entry; `object`, the object away and both
+    manifests there; `older`, the object away and its manifest still the live one."""
+    live, copy = root.file(key, "json"), root.file(key, "json.quarantined")
+    if window in ("whole", "object"):
+        copy.write_bytes(live.read_bytes())
+    if window in ("object", "older"):
+        root.file(key, "o").rename(root.file(key, "o.quarantined"))
+
+
+WINDOWS = ("whole", "object", "older")
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_restore_completes_a_move_that_was_cut_short(cache, root, window):
+    """`audit KEY --restore` refused an object whose manifest had the live name: "b12x compiled it again"."""
+    key = root.add()
+    before = root.files()
+    cut_short(root, key, window)
+    (entry,) = aside(cache)
+    (result,) = audit(cache, [entry], bundled()).results
+    assert (result.verdict, result.quarantined) == ("clean", True)
+    (back,) = restore(cache, [entry], bundled())
+    assert back.done, back.reason
+    assert root.files() == before
+    assert cache.verify([cache.entry(key)])[0].status == "ok"
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_rm_removes_both_halves(cache, root, window):
+    key = root.add()
+    cut_short(root, key, window)
+    result = apply(cache.plan_entries([cache.entry(key)]))
+    assert set(result.removed) == {key}
+    assert root.files() == [f"{key[:2]}/{key}.lock"]
+
+
+@pytest.mark.parametrize("window", ["object", "older"])
+def test_a_half_is_one_entry_that_nothing_loads(cache, root, window):
+    """`prune --status no-object`, which verify hinted at, took the manifest of the object that was set aside."""
+    key = root.add(Made(kernel=DECODE, version=17))
+    cut_short(root, key, window)
+    (entry,) = cache.entries()
+    assert (entry.status, entry.manifest.spec.version) == ("quarantined", 17)
+    assert f"mlactl cache audit {key[:12]} --restore completes it" in entry.detail
+    assert cache.describe(entry).manifest["cache_key"] == key
+    for selectors in (Selectors(statuses=("no-object",)), Selectors(kernels=(DECODE,)), Selectors(max_bytes=0)):
+        assert chosen(cache.plan(selectors)) == []
+    apply(cache.plan(Selectors(statuses=("quarantined",))))
+    assert names(root, ".o", ".json", ".quarantined") == []
+
+
+def test_a_manifest_of_another_object_is_no_half(cache, root):
+    """b12x compiled the key again and lost that object: the evidence and the new manifest have nothing to do with each other."""
+    key = root.add()
+    root.file(key, "o").rename(root.file(key, "o.quarantined"))
+    root.add(obj=False, object_bytes=17)
+    assert [entry.status for entry in cache.entries()] == ["no-object", "quarantined"]
+    apply(cache.plan_entries([cache.entry(key)]))
+    assert names(root, ".o", ".json", ".quarantined") == [f"{key[:2]}/{key}.o.quarantined"]
+
+
+def test_an_object_with_another_digest_does_not_go_back(cache, root):
+    key = root.add()
+    cut_short(root, key, "older")
+    obj = root.file(key, "o.quarantined")
+    obj.write_bytes(obj.read_bytes()[:-1] + b"?")
+    (refused,) = restore(cache, aside(cache), bundled(), force=True)
+    assert (refused.done, "digest: " in refused.reason) == (False, True)
+    assert obj.exists()
+
+
+# ---- preparation files that say nothing
+
+
+@pytest.mark.parametrize("harm", ["text", "link", "folder link", "no folder", "pipe"])
+def test_nothing_goes_while_a_preparation_file_cannot_be_read(cache, root, harm):
+    """What it names is not known, and the plan went on as if it named nothing."""
+    keys = [root.add(), root.add(Made(version=5))]
+    name = root.prepare(keys[0])
+    folder, path = root.path / "preparation", root.path / "preparation" / name
+    {
+        "text": lambda: path.write_text("{bad"),
+        "link": lambda: (path.rename(root.path / "elsewhere"), path.symlink_to(root.path / "elsewhere")),
+        "folder link": lambda: (folder.rename(root.path / "elsewhere"), folder.symlink_to(root.path / "elsewhere")),
+        "no folder": lambda: (path.unlink(), folder.rmdir(), folder.write_text("")),
+        "pipe": lambda: (path.unlink(), os.mkfifo(path)),
+    }[harm]()
+    for plan in (cache.plan(Selectors(kernels=(KERNEL,))), cache.plan_entries([cache.entry(keys[1])]), cache.plan(Selectors(max_bytes=0))):
+        assert plan.entries == ()
+        assert {kept.reason.partition(": it may name this one; ")[2] for kept in plan.kept} == {"--include-prepared removes it all the same"}
+    told = []
+    assert chosen(cache.plan(Selectors(kernels=(KERNEL,)), include_prepared=True, on_problem=told.append)) == sorted(keys)
+    assert "not known" in told[0]

@@ -155,3 +155,16 @@ def test_what_is_no_file_of_text(tmp_path):
 )
 def test_version_ranges(version, text, inside):
     assert in_range(version, text) is inside
+
+
+def test_the_file_on_the_page_loads_as_it_stands(tmp_path):
+    page = (Path(__file__).resolve().parents[2] / "docs" / "audit.md").read_text()
+    text = page.partition("```toml\n")[2].partition("```")[0]
+    path = tmp_path / "local.toml"
+    path.write_text(text)
+    (added,) = load(path).advisories[len(bundled().advisories) :]
+    assert (added.id, added.case[0].kernels) == ("local-merge-nan", ("attention.dense_mla.merge",))
+    for needed in ("schema_version = 1", "where = { groups = [8] }"):
+        path.write_text(text.replace(needed, ""))
+        with pytest.raises(CannotRun):
+            load(path)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -56,19 +58,38 @@ def audit(
     for text in passed_over:
         out.warn(text)
     if restore:
-        _restore(out, cache, _meant(entries), known, force)
+        _restore(out, cache, _meant(entries), known, force, advisories)
         return
     report = _audit(out, cache, entries, known, facts_only, jobs)
+    again = _Asked(tuple(keys or ()), kernels, arches, advisories, facts_only)
     moved: Sequence[Moved] = ()
     if quarantine and report.convicted:
         if not yes:
-            _report_human(out, cache, report, (), facts_only, in_full=False)
+            _report_human(out, cache, report, (), facts_only, False, again)
         if not out.confirm(f"quarantine {counted(len(report.convicted))} in {', '.join(map(str, cache.paths))}?", yes=yes):
             raise typer.Abort
         moved = _quarantine(out, cache, report)
-    _report(out, cache, report, moved, facts_only, in_full=bool(keys), passed_over=passed_over)
+    _report(out, cache, report, moved, facts_only, again, passed_over=passed_over)
     if report.failing or passed_over:
         raise typer.Exit(1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What an audit was asked to look at, and by what: a hint that repeats it must convict the same entries."""
+
+    keys: tuple[str, ...]
+    kernels: tuple[str, ...]
+    arches: tuple[str, ...]
+    advisories: Path | None
+    facts_only: bool
+
+    def naming(self, keys: Sequence[str]) -> str:
+        """The words after `mlactl cache audit` that come to the same for these keys; of many, for everything that was asked for."""
+        named = list(keys) if len(keys) <= _SHOWN_KEYS else list(self.keys)
+        filters = [word for option, values in (("--kernel", self.kernels), ("--arch", self.arches)) for value in values for word in (option, value)]
+        file = ["--advisories", str(self.advisories)] if self.advisories is not None else []
+        return shlex.join([*named, *([] if named else filters), *file, *(["--facts-only"] if self.facts_only else [])])
 
 
 def _refuse_contradictions(
@@ -122,7 +143,7 @@ def _quarantine(out: Output, cache: CacheAdapter, report: Report) -> tuple[Moved
         return set_convicted_aside(cache, report, task.advance)
 
 
-def _restore(out: Output, cache: CacheAdapter, entries: Sequence[CacheEntry], known: Advisories, force: bool) -> None:
+def _restore(out: Output, cache: CacheAdapter, entries: Sequence[CacheEntry], known: Advisories, force: bool, file: Path | None) -> None:
     from mlactl.cache.audit import restore
 
     with out.progress("auditing", len(entries), "entries") as task:
@@ -130,7 +151,7 @@ def _restore(out: Output, cache: CacheAdapter, entries: Sequence[CacheEntry], kn
     back = [item for item in moved if item.done]
     for item in back:
         if item.reason:
-            out.warn(f"{item.entry.key} was put back {item.reason}")
+            out.warn(f"{item.entry.key} was put back{'' if item.reason.startswith('in spite') else ';'} {item.reason}")
 
     def human() -> None:
         for item in moved:
@@ -145,7 +166,8 @@ def _restore(out: Output, cache: CacheAdapter, entries: Sequence[CacheEntry], kn
         short = refused.entry.key[: rendering.SHORT_KEY]
         if refused.entry.status == "quarantined" and not force:
             again = f"{rendering.AGAIN}; " if rendering.is_own(cache) else ""
-            out.hint(f"{again}mlactl cache audit {short} --restore --force puts an intact one back all the same")
+            by = f" --advisories {shlex.quote(str(file))}" if file is not None else ""
+            out.hint(f"{again}mlactl cache audit {short} --restore --force{by} puts an intact one back all the same")
         raise typer.Exit(1)
 
 
@@ -153,10 +175,10 @@ def _restore(out: Output, cache: CacheAdapter, entries: Sequence[CacheEntry], kn
 
 
 def _report(
-    out: Output, cache: CacheAdapter, report: Report, moved: Sequence[Moved], facts_only: bool, *, in_full: bool, passed_over: Sequence[str]
+    out: Output, cache: CacheAdapter, report: Report, moved: Sequence[Moved], facts_only: bool, asked: _Asked, *, passed_over: Sequence[str]
 ) -> None:
     if out.mode is Mode.HUMAN:
-        _report_human(out, cache, report, moved, facts_only, in_full)
+        _report_human(out, cache, report, moved, facts_only, bool(asked.keys), asked)
         if passed_over:
             out.line(f"{counted(len(passed_over), 'folder', 'folders')} not looked at")
         return
@@ -185,7 +207,7 @@ def _row(result: Result, moved: Moved | None) -> dict[str, Any]:
     return row
 
 
-def _report_human(out: Output, cache: CacheAdapter, report: Report, moved: Sequence[Moved], facts_only: bool, in_full: bool) -> None:
+def _report_human(out: Output, cache: CacheAdapter, report: Report, moved: Sequence[Moved], facts_only: bool, in_full: bool, asked: _Asked) -> None:
     for result in report.results:
         if in_full or result.guilty or result.verdict == "notice":
             _result_human(out, result)
@@ -203,7 +225,7 @@ def _report_human(out: Output, cache: CacheAdapter, report: Report, moved: Seque
     out.line(f"{counted(len(report.results))} audited{verdicts}{how}" if report.results else "0 entries")
     if moved:
         out.line(f"{sum(item.done for item in moved)} of {counted(len(moved))} set aside")
-    _hint_at(out, cache, report, moved)
+    _hint_at(out, cache, report, moved, asked)
 
 
 def _result_human(out: Output, result: Result) -> None:
@@ -216,18 +238,21 @@ def _result_human(out: Output, result: Result) -> None:
     out.line(f"  {entry.object_path}")
 
 
-def _hint_at(out: Output, cache: CacheAdapter, report: Report, moved: Sequence[Moved]) -> None:
-    """What to do next: set aside what was convicted, compile it again once it is, look at damage with verify."""
+def _hint_at(out: Output, cache: CacheAdapter, report: Report, moved: Sequence[Moved], asked: _Asked) -> None:
+    """What to do next: set aside what was convicted, compile it again once it is, mend what can be mended, remove the rest."""
     own = rendering.is_own(cache)
     if any(item.done for item in moved):
         again = rendering.AGAIN if own else "b12x compiles them again when it needs them: audit what it writes"
         out.hint(f"{again}; processes that loaded one keep it until they end")
     elif report.convicted and not moved:
-        keys = [result.entry.key[: rendering.SHORT_KEY] for result in report.convicted]
-        out.hint(f"mlactl cache audit {' '.join(keys[:_SHOWN_KEYS])}{' …' if len(keys) > _SHOWN_KEYS else ''} --quarantine sets them aside")
-    if any(result.verdict == "damaged" for result in report.failing):
-        rebuild, remove = (
-            "mlactl cache verify --repair rebuilds damaged entries that this install can build",
-            "mlactl cache rm KEY removes damaged ones",
-        )
-        out.hint(rebuild if own else remove)
+        words = asked.naming([result.entry.key[: rendering.SHORT_KEY] for result in report.convicted])
+        out.hint(f"mlactl cache audit {f'{words} ' if words else ''}--quarantine sets them aside")
+    failing = [result.entry for result in report.failing]
+    for mend in (rendering.distrust_hint(failing), rendering.reading_hint(failing)):
+        if mend is not None:
+            out.hint(mend)
+    damaged = [result.entry for result in report.failing if result.verdict == "damaged" and result.entry.status != "untrusted"]
+    if any(rendering.rebuildable(cache, entry) for entry in damaged):
+        out.hint("mlactl cache verify --repair rebuilds damaged entries that this install can build")
+    elif damaged:
+        out.hint(rendering.removal_hint(damaged))

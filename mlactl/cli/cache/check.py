@@ -166,20 +166,31 @@ def _report_human(
         out.line(f"{same} of {counted(len(reproductions))} compiled again to the same bytes")
     summary = f", {len(bad)} not ok" if bad else ", all ok" if checked else ""
     out.line(f"{counted(len(checked))}{summary}")
-    _hint_at(out, bad, rebuilds=rendering.is_own(cache) and not repairs)
+    _hint_at(out, cache, bad, repaired=bool(repairs))
 
 
-def _hint_at(out: Output, bad: Sequence[CacheEntry], *, rebuilds: bool) -> None:
-    """What to do about bad entries: mend an owner or mode, rebuild, prune, or name those that only a full check finds."""
-    mend = rendering.distrust_hint(bad)
-    if mend is not None:
-        out.hint(mend)
-    damaged = [entry for entry in bad if entry.status != "untrusted"]
-    if not damaged:
-        return
+_NOT_TO_PRUNE = frozenset({"locked", "quarantined", "unreadable", "untrusted"})
+"""Status words of entries that no removal is suggested for: at work, set aside on purpose, or not judged."""
+
+
+def _hint_at(out: Output, cache: CacheAdapter, bad: Sequence[CacheEntry], *, repaired: bool) -> None:
+    """What to do about bad entries: mend an owner or mode, look as who may, rebuild, prune, or name those that only a full check finds."""
+    for mend in (rendering.distrust_hint(bad), rendering.reading_hint(bad)):
+        if mend is not None:
+            out.hint(mend)
+    aside = next((entry for entry in bad if entry.status == "quarantined"), None)
+    if aside is not None:
+        short = aside.key[: rendering.SHORT_KEY]
+        out.hint(f"mlactl cache show {short} says why it is quarantined; mlactl cache rm {short} forgets it")
+    damaged = [entry for entry in bad if entry.status not in _NOT_TO_PRUNE]
+    deep = [entry for entry in damaged if entry.status in rendering.DEEP_STATUSES]
     words = " ".join(f"--status {status}" for status in sorted({entry.status for entry in damaged} - rendering.DEEP_STATUSES))
-    ways = ["mlactl cache verify --repair rebuilds what this install can build"] if rebuilds else []
+    ways = []
+    if not repaired and any(rendering.rebuildable(cache, entry) for entry in damaged):
+        ways.append("mlactl cache verify --repair rebuilds what this install can build")
     ways += [f"mlactl cache prune {words} --dry-run shows what would go"] if words else []
-    deep = [entry.key[: rendering.SHORT_KEY] for entry in damaged if entry.status in rendering.DEEP_STATUSES]
-    ways += [f"mlactl cache rm {' '.join(deep[:3])}{' …' if len(deep) > 3 else ''} removes by key"] if deep else []
-    out.hint("; ".join(ways))
+    ways += [rendering.removal_hint(deep)] if deep else []
+    if ways:
+        out.hint("; ".join(ways))
+    elif any(entry.status == "locked" for entry in bad):
+        out.hint("what is being written is checked when that is done: run it again")

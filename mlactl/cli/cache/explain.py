@@ -51,14 +51,14 @@ def show(
 def _why_quarantined(cache: CacheAdapter, entry: CacheEntry) -> tuple[str, ...]:
     """What an audit says of an entry that was set aside; by facts alone where there is no nvdisasm."""
     from mlactl.cache.advisories import load
-    from mlactl.cache.audit import audit
+    from mlactl.cache.audit import UNKNOWN_CAUSE, audit
 
     try:
         (result,) = audit(cache, [entry], load(), jobs=1).results
     except EnvironmentUnfit as unfit:
         (result,) = audit(cache, [entry], load(), facts_only=True, jobs=1).results
-        return f"{result.verdict} by facts alone, {unfit.message}", *result.reasons
-    return str(result.verdict), *result.reasons
+        return f"{result.verdict} by facts alone, {unfit.message}", *result.reasons, *(() if result.guilty else (UNKNOWN_CAUSE,))
+    return str(result.verdict), *result.reasons, *(() if result.guilty else (UNKNOWN_CAUSE,))
 
 
 def _show_human(out: Output, cache: CacheAdapter, found: Description, why_aside: Sequence[str]) -> None:
@@ -89,7 +89,9 @@ def _show_human(out: Output, cache: CacheAdapter, found: Description, why_aside:
     elif entry.status == "quarantined":
         again = f"{rendering.AGAIN}; " if rendering.is_own(cache) else ""
         out.hint(f"{again}mlactl cache audit {short} --restore puts it back if it is acquitted; mlactl cache rm {short} forgets it")
-    elif entry.status != "ok" and rendering.is_own(cache):
+    elif entry.status in ("unreadable", "locked"):
+        out.hint(rendering.reading_hint([entry]) or "run it again when that is done")
+    elif rendering.rebuildable(cache, entry):
         out.hint(f"mlactl cache verify {short} --repair, or mlactl cache rm {short}")
     elif entry.status != "ok":
         out.hint(f"mlactl cache rm {short}")
@@ -182,9 +184,10 @@ def _why_human(out: Output, explanations: Sequence[Explanation], profile: str | 
     if profile is not None:
         out.line(f"{len(explanations) - misses} of {len(explanations)} lookups hit")
     mend = rendering.distrust_hint([item.entry for item in explanations if item.entry is not None and not item.hit])
-    if mend is not None:  # compiling again would not change an owner or a mode
-        out.hint(mend)
-    if sum(not item.hit and (item.entry is None or item.entry.status != "untrusted") for item in explanations):
+    unread = rendering.reading_hint([item.entry for item in explanations if item.entry is not None and not item.hit])
+    for text in filter(None, (mend, unread)):  # compiling again would not change an owner or a mode
+        out.hint(text)
+    if sum(not item.hit and (item.entry is None or item.entry.status not in ("untrusted", "unreadable")) for item in explanations):
         out.hint(f"mlactl warmup --profile {profile or 'NAME'} compiles what is missing")
 
 

@@ -72,7 +72,10 @@ def _explain_bad(out: Output, rows: Sequence[CacheEntry]) -> None:
     bad = [entry for entry in rows if entry.status != "ok"]
     for entry in bad[:BAD_ROWS_EXPLAINED]:
         out.note(f"{entry.key[: rendering.SHORT_KEY]} {entry.status}: {entry.detail}")
-    if bad:
+    mend = rendering.reading_hint(bad)
+    if mend is not None:
+        out.hint(mend)
+    if any(entry.status != "unreadable" for entry in bad):
         out.hint("mlactl cache verify checks every object; mlactl cache prune --status WORD --dry-run shows what would go")
 
 

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from mlactl.kernels.spec import CompileSpec
 
 
+_SHOWN_KEYS = 3
+
+
 @hints.keeps_root
 def prune(
     spec: Annotated[list[str] | None, typer.Option("--spec", metavar="'ID<N'", help="Versions: < <= == >= >; repeatable")] = None,
@@ -100,10 +103,11 @@ def _refuse_what_is_left(plan: PrunePlan, result: PruneResult) -> None:
 
     still = left(plan, result)
     if still:
-        keys = " ".join(item.key[: rendering.SHORT_KEY] for item in still[:3])
+        keys = " ".join(dict.fromkeys(item.key[: rendering.SHORT_KEY] for item in still))
+        again = f"mlactl cache rm {keys}" if len(still) <= _SHOWN_KEYS else "the same command again"
         raise CannotRun(
             f"{counted(len(still))} of {len(plan.entries) + len(plan.kept)} named still there; {still[0].reason}",
-            hint=f"mlactl cache show {keys.partition(' ')[0]}; once that is mended: mlactl cache rm {keys}{' …' if len(still) > 3 else ''}",
+            hint=f"mlactl cache show {keys.partition(' ')[0]}; once that is mended: {again}",
         )
 
 
@@ -208,7 +212,9 @@ def _nothing_selected(out: Output, plan: PrunePlan) -> None:
     if plan.kept:
         return  # said already, with the reason
     if plan.selection != ("--locks",):
-        out.hint(f"nothing matched; the root has {', '.join(plan.root_kernels) or 'no entries'}")
+        unread = f"{counted(plan.root_unreadable)} that cannot be read: run it as their owner or as root" if plan.root_unreadable else ""
+        readable = ", ".join(plan.root_kernels) or ("" if unread else "no readable manifest" if plan.root_entries else "no entries")
+        out.hint(f"nothing matched; the root has {', and '.join(filter(None, (readable, unread)))}")
 
 
 def _same_command_with_yes() -> str:

@@ -33,7 +33,7 @@ def complete_status(incomplete: str) -> list[str]:
     """Status words that start with what was typed."""
     from mlactl.cache.store import Status
 
-    return [status.value for status in Status if status.startswith(incomplete)]
+    return [status.value for status in Status if status.startswith(incomplete) and status not in DEEP_STATUSES]
 
 
 def complete_advisory(incomplete: str) -> list[str]:
@@ -48,7 +48,7 @@ KernelFilter = Annotated[
     typer.Option("--kernel", metavar="ID", help="Kernel id, its dotted start, or a pattern; repeatable", autocompletion=complete_kernel),
 ]
 StatusFilter = Annotated[
-    list[str] | None, typer.Option("--status", metavar="WORD", help="ok, digest, size, temp, ...; repeatable", autocompletion=complete_status)
+    list[str] | None, typer.Option("--status", metavar="WORD", help="ok, size, no-object, temp, ...; repeatable", autocompletion=complete_status)
 ]
 KeepProfileOption = Annotated[
     list[str] | None,
@@ -62,11 +62,16 @@ KeepProfileOption = Annotated[
 
 
 def checked_statuses(values: Sequence[str] | None) -> tuple[str, ...]:
-    """`--status` values; raises UsageError naming the words there are."""
+    """`--status` values; raises UsageError naming the words there are, and for those that only a full check gives."""
     from mlactl.cache.store import Status
 
-    words = [status.value for status in Status]
+    words = [status.value for status in Status if status not in DEEP_STATUSES]
     for value in values or ():
+        if value in DEEP_STATUSES:
+            raise UsageError(
+                f"--status {value} would match nothing: only a full check says that, and this goes by names, sizes and manifests: {', '.join(words)}",
+                hint="mlactl cache verify names such entries; mlactl cache rm KEY removes one",
+            )
         if value not in words:
             raise UsageError(f"--status {value!r} is not one of {', '.join(words)}", hint="mlactl cache ls shows the status of each entry")
     return tuple(dict.fromkeys(values or ()))
@@ -95,6 +100,29 @@ def distrust_hint(entries: Sequence[CacheEntry]) -> str | None:
     ours = [entry for entry in entries if entry.status == "untrusted" and isinstance(entry, Entry)]
     refused = next((found for entry in ours if (found := distrust(entry)) is not None), None)
     return refused.hint if refused is not None else None
+
+
+def reading_hint(entries: Sequence[CacheEntry]) -> str | None:
+    """Who can look at the entries that this user cannot read; None when all can be read."""
+    if all(entry.status != "unreadable" for entry in entries):
+        return None
+    return "what cannot be read is not judged and stays: run it again as its owner or as root; where that fails too, the disk does (dmesg)"
+
+
+def removal_hint(entries: Sequence[CacheEntry]) -> str:
+    """A command that removes these entries, or the first of them, by key."""
+    shown = list(dict.fromkeys(entry.key[:SHORT_KEY] for entry in entries))
+    some = f"the first {_SHOWN_KEYS} of {len(shown)}" if len(shown) > _SHOWN_KEYS else "by key"
+    return f"mlactl cache rm {' '.join(shown[:_SHOWN_KEYS])} removes {some}"
+
+
+def rebuildable(cache: CacheAdapter, entry: CacheEntry) -> bool:
+    """Whether `cache verify --repair` may help: one of our own, damaged, in the writable root, with a manifest that says what it was built from."""
+    beyond = ("ok", "untrusted", "unreadable", "quarantined", "locked")
+    return is_own(cache) and entry.status not in beyond and entry.manifest is not None and entry.root == cache.writable
+
+
+_SHOWN_KEYS = 3
 
 
 def open_store(out: Output, cache_dir: str | None) -> Store:

@@ -1,5 +1,6 @@
 """`cache audit`: convicts by machine code and by facts, sets aside, puts back; as a person and a pipe see it."""
 
+import shlex
 import sys
 
 import pytest
@@ -260,3 +261,39 @@ def test_it_needs_neither_the_compiler_nor_torch(cache, old):
     done = cache("cache", "audit", "--json")
     assert (done.code, done.stderr) == (1, "")
     assert old.object_path.exists()
+
+
+def test_a_quarantine_hint_convicts_the_same_entries(cache, filled, tmp_path):
+    """It dropped the file and the option without which nothing is convicted, and of many keys printed a literal ellipsis."""
+    file = tmp_path / "my local.toml"
+    file.write_text(LOCAL)
+    few = cache("cache", "audit", "--advisories", file, "--facts-only")
+    hint = next(line for line in few.stderr.splitlines() if line.startswith("hint: mlactl cache audit"))
+    words = shlex.split(hint.removeprefix("hint: mlactl ").removesuffix(" sets them aside"))
+    assert (words[-4:-1], words[-1]) == (["--advisories", str(file), "--facts-only"], "--quarantine")
+    done = cache(*words, "--yes", "--json")
+    assert [row["quarantine"]["done"] for row in done.json["entries"]] == [True, True]
+
+    key = filled.superseded.key
+    shown = cache("cache", "show", key)
+    assert "nothing this release knows speaks against it: what it was set aside for is not recorded" in shown.stdout
+    kept = cache("cache", "audit", key, "--restore", "--advisories", file)
+    assert (kept.code, f"--restore --force --advisories '{file}'" in kept.stderr) == (1, True)
+    back = cache("cache", "audit", key, "--restore")
+    assert (back.code, f"warning: {key} was put back; nothing this release knows speaks against it" in back.stderr) == (0, True)
+
+
+def test_a_hint_for_many_keys_works_as_printed(cache, filled, tmp_path):
+    file = tmp_path / "local.toml"
+    file.write_text(LOCAL.replace("factor = [3]", "factor = [2, 3, 5, 7]"))
+    many = cache("cache", "audit", "--advisories", file, "--facts-only", "--kernel", "test")
+    assert f"hint: mlactl cache audit --kernel test --advisories {file} --facts-only --quarantine sets them aside\n" in many.stderr
+
+
+def test_damage_that_a_rebuild_cannot_mend_is_not_sent_there(cache, filled):
+    filled.current.object_path.chmod(0o666)
+    filled.newer.manifest_path.write_bytes(b"{}")
+    done = cache("cache", "audit", filled.current.key, filled.newer.key)
+    assert f"hint: chmod go-w {filled.current.object_path}" in done.stderr
+    assert f"hint: mlactl cache rm {filled.newer.key[:12]} removes by key\n" in done.stderr
+    assert "--repair" not in done.stderr

@@ -4,6 +4,7 @@ import os
 import re
 import signal
 
+import pytest
 import stand_ins
 
 from mlactl.cache import locks
@@ -204,3 +205,34 @@ def test_hints_carry_the_cache_dir_that_was_given(cache, filled, tmp_path):
         assert done.code == code, (words, done.stderr)
         assert all(hint in done.stderr for hint in hints), (words, done.stderr)
     assert "--cache-dir" not in cache("cache", "show", "feedc0de").stderr, "nothing was given"
+
+
+def test_what_is_quarantined_or_at_work_is_sent_to_what_helps(cache, store, filled):
+    """`--repair` answered "left" and no more; `prune --status locked` was suggested and matches nothing."""
+    stand_ins.quarantine(filled.current)
+    short = filled.current.key[:12]
+    done = cache("cache", "verify", short, "--repair")
+    assert (done.code, f"{short} quarantined, left: it is quarantined, which a repair does not undo\n" in done.stdout) == (1, True)
+    assert done.stderr.endswith(f"hint: mlactl cache show {short} says why it is quarantined; mlactl cache rm {short} forgets it\n")
+    filled.newer.manifest_path.unlink()
+    with locks.entry_lock(store.roots.writable, filled.newer.key, exclusive=True, wait_s=0.0):
+        busy = cache("cache", "verify", filled.newer.key)
+    assert (busy.code, busy.stdout.startswith(f"{filled.newer.key[:12]} locked")) == (1, True)
+    assert busy.stderr.endswith("hint: what is being written is checked when that is done: run it again\n")
+
+
+def test_many_damaged_keys_give_a_command_that_works(cache, filled):
+    for entry in filled.all:
+        stand_ins.flip_bit(entry)
+    done = cache("cache", "verify")
+    named = " ".join(entry.key[:12] for entry in filled.in_order[:3])
+    assert done.stderr.endswith(f"mlactl cache rm {named} removes the first 3 of 6\n")
+
+
+@pytest.mark.parametrize("command", ["ls", "prune"])
+@pytest.mark.parametrize("word", ["digest", "arch", "symbol", "signature", "untrusted"])
+def test_a_status_that_only_a_full_check_gives_is_refused(inside, command, word):
+    done = inside("cache", command, "--status", word)
+    assert (done.code, done.stdout) == (2, "")
+    assert f"--status {word} would match nothing: only a full check says that" in done.stderr
+    assert "hint: mlactl cache verify names such entries; mlactl cache rm KEY removes one" in done.stderr

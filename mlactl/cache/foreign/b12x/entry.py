@@ -24,7 +24,7 @@ from mlactl.cache.entry import Status, status_of_part
 from mlactl.cache.foreign.b12x import manifest as manifests
 from mlactl.cache.foreign.b12x.manifest import Document, Manifest, Rejected
 from mlactl.cache.manifest import MAX_OBJECT_BYTES
-from mlactl.cache.reading import READ_FLAGS, not_regular, read_whole
+from mlactl.cache.reading import READ_FLAGS, not_regular, out_of_reach, read_whole, refusal, withheld
 from mlactl.errors import CannotRun
 
 ASIDE = ".quarantined"
@@ -42,7 +42,7 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
 
     `written` is when the object was written, or the manifest where there is no object; `last_used` when the object was last
     read, None where the filesystem does not say. Both are seconds since 1970. `aside` is the ending of the files of an entry that
-    was set aside.
+    was set aside; `half` says that its manifest still, or again, has the name of a live one, because the move was cut short.
     """
 
     key: str
@@ -56,6 +56,7 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
     written: float | None = None
     place: str = ""
     aside: str = ""
+    half: bool = False
 
     @property
     def bucket(self) -> Path:
@@ -70,7 +71,7 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
     @property
     def manifest_path(self) -> Path | None:
         """The manifest, or where one would be; None for a temporary."""
-        return None if self.residue else Path(self.bucket, f"{self.key}.json{self.aside}")
+        return None if self.residue else Path(self.bucket, f"{self.key}.json{'' if self.half else self.aside}")
 
     @property
     def lock_path(self) -> Path | None:
@@ -149,7 +150,8 @@ def in_bucket(root: Path, bucket: str, *, uses: bool) -> Iterator[Entry]:
 def of_key(root: Path, key: str, suffixes: set[str], *, uses: bool) -> Iterator[Entry]:
     """The entry of a key, given which of its files there are, and those that were set aside, the first one first."""
     aside = sorted({f"{ASIDE}{end}" for suffix in suffixes for _, mark, end in [suffix.partition(ASIDE)] if mark}, key=lambda end: (len(end), end))
-    if "o" in suffixes or "json" in suffixes:
+    half = next((end for end in aside if _is_half(root, key, suffixes, end)), None) if "json" in suffixes and "o" not in suffixes else None
+    if ("o" in suffixes or "json" in suffixes) and half is None:
         entry = _live(root, key, suffixes, uses=uses)
         if entry is not None:
             yield entry
@@ -159,16 +161,35 @@ def of_key(root: Path, key: str, suffixes: set[str], *, uses: bool) -> Iterator[
         if holder is not None:
             yield Entry(key, root, None, Status.LOCKED, f"being compiled: {holder}", place=key[:2])
     for end in aside:
-        yield _set_aside(root, key, end)
+        yield _set_aside(root, key, end, half=end == half)
 
 
 def again(entry: Entry, *, uses: bool) -> Entry | None:
     """The same entry as it is now; None when it is gone."""
     if entry.residue:
         return entry if os.path.lexists(entry.object_path) else None
-    names = ("lock", f"o{entry.aside}", f"json{entry.aside}")
+    names = ("lock", "o", "json", f"o{entry.aside}", f"json{entry.aside}")
     there = {name for name in names if os.path.lexists(entry.bucket / f"{entry.key}.{name}")}
-    return next((other for other in of_key(entry.root, entry.key, there, uses=uses) if other.aside == entry.aside), None)
+    now = next((other for other in of_key(entry.root, entry.key, there, uses=uses) if other.aside == entry.aside), None)
+    # In a folder that this user may list and not enter nothing is known to be gone.
+    return entry if now is None and out_of_reach(entry.object_path) else now
+
+
+def _is_half(root: Path, key: str, suffixes: set[str], end: str) -> bool:
+    """Whether a manifest without an object is of the object that is set aside under this ending: a move was cut short between the two.
+
+    Its copy is beside that object, or none is and the sizes fit; the full check of the object is made before it goes back.
+    """
+    if f"o{end}" not in suffixes:
+        return False
+    base = f"{root}/{key[:2]}/{key}"
+    try:
+        text = read_whole(f"{base}.json", manifests.MAX_BYTES)[0]
+        if f"json{end}" in suffixes:
+            return read_whole(f"{base}.json{end}", manifests.MAX_BYTES)[0] == text
+        return manifests.parse(text, key).object_bytes == os.lstat(f"{base}.o{end}").st_size
+    except (OSError, Rejected):
+        return False
 
 
 def _live(root: Path, key: str, suffixes: set[str], *, uses: bool) -> Entry | None:
@@ -186,8 +207,11 @@ def _live(root: Path, key: str, suffixes: set[str], *, uses: bool) -> Entry | No
         except FileNotFoundError:
             suffixes = suffixes - {"json"}
         except OSError as error:
-            status, detail = Status.BAD_MANIFEST, _why(error)
-    if "json" not in suffixes:
+            status, detail = (Status.UNREADABLE, refusal(f"{base}.json", error)) if withheld(error) else (Status.BAD_MANIFEST, _why(error))
+    refused = out_of_reach(f"{base}.o") if size is None else None
+    if refused is not None:
+        status, detail = Status.UNREADABLE, refusal(f"{base}.o", refused)
+    elif "json" not in suffixes:
         if size is None and not os.path.lexists(f"{base}.o"):
             return None
         status, detail = (
@@ -205,14 +229,16 @@ def _live(root: Path, key: str, suffixes: set[str], *, uses: bool) -> Entry | No
     return Entry(key, root, found, status, detail, size, last_used, "", written, key[:2])
 
 
-def _set_aside(root: Path, key: str, aside: str) -> Entry:
+def _set_aside(root: Path, key: str, aside: str, *, half: bool) -> Entry:
     base = f"{root}/{key[:2]}/{key}"
     size, _, written, _ = _object(f"{base}.o{aside}", uses=False)
     found: Manifest | None = None
     with contextlib.suppress(OSError, Rejected):
-        found = manifests.parse(read_whole(f"{base}.json{aside}", manifests.MAX_BYTES)[0], key)
+        found = manifests.parse(read_whole(f"{base}.json{'' if half else aside}", manifests.MAX_BYTES)[0], key)
     detail = "set aside: no release of b12x loads it under this name"
-    return Entry(key, root, found, Status.QUARANTINED, detail, size, None, "", written, key[:2], aside)
+    if half:
+        detail += f"; a move was cut short: mlactl cache audit {key[:12]} --restore completes it, mlactl cache rm {key[:12]} removes both halves"
+    return Entry(key, root, found, Status.QUARANTINED, detail, size, None, "", written, key[:2], aside, half)
 
 
 def _residue(root: Path, place: str, name: str) -> Entry:
@@ -301,7 +327,7 @@ def examine(entry: Entry, *, digests_only: bool = False) -> Entry:
     except Rejected as rejected:
         return _restate(entry, rejected.status, rejected.reason)
     except OSError as error:
-        return _restate(entry, Status.NO_OBJECT, error.strerror or str(error))
+        return _unread(entry, error)
     status, detail = check_object(entry.key, entry.manifest, data, digests_only=digests_only)
     return entry if status is Status.OK else _restate(entry, status, detail)
 
@@ -309,11 +335,16 @@ def examine(entry: Entry, *, digests_only: bool = False) -> Entry:
 def in_place(entry: Entry) -> Entry:
     """An entry that was set aside with the status that the full check would give it were it put back; its files stay where they are.
 
-    A bare object, which never had a manifest, is held to its key's symbol alone.
+    A bare object, which never had a manifest, is held to its key's symbol alone. Where a move was cut short after the object went back,
+    that object is the one to check.
     """
     assert entry.manifest_path is not None
-    if entry.manifest is None and os.path.lexists(entry.manifest_path):
-        return _restate(entry, Status.BAD_MANIFEST, "its manifest cannot be read, or is another key's")
+    if entry.manifest is None and (os.path.lexists(entry.manifest_path) or out_of_reach(entry.manifest_path)):
+        return _why_no_manifest(entry)
+    if entry.manifest is not None and object_went_back(entry):
+        back = msgspec.structs.replace(entry, aside="")
+        size = _object(str(back.object_path), uses=False)[0]
+        return examine(msgspec.structs.replace(back, status=Status.OK, detail="", object_bytes=size))
     if entry.manifest is not None:
         return examine(_restate(entry, Status.OK, ""))
     try:
@@ -321,10 +352,31 @@ def in_place(entry: Entry) -> Entry:
     except elf.BadElf as error:
         return _restate(entry, status_of_part(error.part), error.reason)
     except OSError as error:
-        return _restate(entry, Status.NO_OBJECT, _why(error))
+        return _unread(entry, error)
     if not exports(found.symbols, entry.key):
         return _restate(entry, Status.SYMBOL, f"exports no function of {entry.key}")
     return _restate(entry, Status.NO_MANIFEST, "it was set aside without a manifest")
+
+
+def _why_no_manifest(entry: Entry) -> Entry:
+    try:
+        manifests.parse(read_whole(str(entry.manifest_path), manifests.MAX_BYTES)[0], entry.key)
+    except Rejected as rejected:
+        return _restate(entry, rejected.status, rejected.reason)
+    except OSError as error:
+        return _unread(entry, error) if withheld(error) else _restate(entry, Status.BAD_MANIFEST, _why(error))
+    return _restate(entry, Status.UNREADABLE, "its manifest was replaced while it was looked at")
+
+
+def object_went_back(entry: Entry) -> bool:
+    """Whether only the manifest of an entry is still set aside, and the live files are those it is the copy of."""
+    live = f"{entry.root}/{entry.place}/{entry.key}"
+    if not entry.aside or os.path.lexists(f"{live}.o{entry.aside}") or not os.path.lexists(f"{live}.o"):
+        return False
+    try:
+        return read_whole(f"{live}.json", manifests.MAX_BYTES)[0] == read_whole(f"{live}.json{entry.aside}", manifests.MAX_BYTES)[0]
+    except OSError:
+        return False
 
 
 def check_object(key: str, manifest: Manifest, data: bytes, *, digests_only: bool = False) -> tuple[Status, str]:
@@ -365,6 +417,13 @@ def _entry_point(name: str) -> str:
 def entry_points(symbols: tuple[str, ...]) -> tuple[str, ...]:
     """The functions an object exports, without the suffixes of their parts."""
     return tuple(sorted({_entry_point(name) for name in symbols} - {""}))
+
+
+def _unread(entry: Entry, error: OSError) -> Entry:
+    """An entry a file of which was not read."""
+    if withheld(error):
+        return _restate(entry, Status.UNREADABLE, refusal(error.filename or entry.object_path, error))
+    return _restate(entry, Status.NO_OBJECT, _why(error))
 
 
 def _restate(entry: Entry, status: Status, detail: str) -> Entry:

@@ -30,7 +30,18 @@ from mlactl.cache.foreign.b12x import prepared
 from mlactl.cache.foreign.b12x.entry import ASIDE, Entry
 from mlactl.cache.manifest import MAX_OBJECT_BYTES
 from mlactl.cache.reading import read_whole
-from mlactl.cache.removal import Chosen, Kept, PlannedEntry, PrunePlan, build, exists_in, folder_inside, least_recent, without_quarantined
+from mlactl.cache.removal import (
+    Chosen,
+    Kept,
+    PlannedEntry,
+    PrunePlan,
+    build,
+    exists_in,
+    folder_inside,
+    least_recent,
+    without_quarantined,
+    without_unreadable,
+)
 from mlactl.cache.selectors import Judge, Selectors, age_words
 from mlactl.errors import CannotRun, UsageError
 
@@ -71,7 +82,10 @@ def plan_entries(
     root: Path, everything: list[Entry], wanted: Iterable[Entry], *, include_prepared: bool, now: float, on_problem: Callable[[str], None]
 ) -> PrunePlan:
     """The plan that removes these entries."""
-    chosen = [(entry, "named") for entry in wanted]
+    named = list(wanted)
+    # What a move that was cut short left of the same entry goes too.
+    copies = [entry for entry in everything if entries.object_went_back(entry) and any(other.key == entry.key for other in named)]
+    chosen = [(entry, "named") for entry in [*named, *(copy for copy in copies if copy not in named)]]
     picked = _guarded(root, chosen, include_prepared=include_prepared, now=now, on_problem=on_problem)
     return build(root, RootKind.B12X, ("named",), picked, list(everything), now, _paths)
 
@@ -130,16 +144,21 @@ def _unused(now: float, seconds: int) -> Judge:
 
 
 def _guarded(root: Path, chosen: list[tuple[Entry, str]], *, include_prepared: bool, now: float, on_problem: Callable[[str], None]) -> Chosen:
-    """The chosen less young temporaries and, unless they were asked for, what preparation files name."""
+    """The chosen less what cannot be read, young temporaries and, unless they were asked for, what preparation files name or may name."""
     picked: list[tuple[CacheEntry, str]] = []
-    kept: list[Kept] = []
-    named = prepared.named(root, on_problem) if chosen else {}
+    chosen, kept = without_unreadable(chosen)
+    named = prepared.named(root) if chosen else prepared.Named({}, ())
+    for text in named.unknown:
+        on_problem(text)
     for entry, reason in chosen:
-        by = named.get(entry.key) if not entry.residue and entry.status is not Status.QUARANTINED else None
+        loadable = not entry.residue and entry.status is not Status.QUARANTINED
+        by = named.by.get(entry.key) if loadable else None
         if entry.residue and (entry.written is None or now - entry.written < TEMP_AGE_S):
             kept.append(Kept(entry.key, f"a temporary younger than {age_words(TEMP_AGE_S)}: its writer may still be at work"))
         elif by is not None and not include_prepared:
             kept.append(Kept(entry.key, f"named by {by}; --include-prepared removes it too"))
+        elif loadable and named.unknown and not include_prepared:
+            kept.append(Kept(entry.key, f"{named.unknown[0]}: it may name this one; --include-prepared removes it all the same"))
         else:
             picked.append((entry, f"{reason}, named by {by}" if by is not None else reason))
     going = sum("named by preparation/" in reason for _, reason in picked)
@@ -151,7 +170,8 @@ def _guarded(root: Path, chosen: list[tuple[Entry, str]], *, include_prepared: b
 def _paths(entry: CacheEntry) -> Iterable[Path]:
     """An entry's files, object first."""
     assert isinstance(entry, Entry)
-    return [path for path in (entry.object_path, entry.manifest_path) if path is not None]
+    copy = entry.bucket / f"{entry.key}.json{entry.aside}" if entry.half else None
+    return [path for path in (entry.object_path, entry.manifest_path, copy) if path is not None]
 
 
 def _last_use(entry: CacheEntry) -> float:
@@ -180,8 +200,11 @@ class B12xFormat:
         if not entries.is_key(planned.key) or place != planned.key[:2] or not all(name.startswith(f"{planned.key}.") for name in names):
             return None
         found = [match.groups() for name in names if (match := _NAME.fullmatch(name))]
-        parts = [part for part, _ in found]
-        sound = len(found) == len(names) and parts in (["o", "json"], ["o"], ["json"]) and len({end for _, end in found}) == 1
+        if len(found) != len(names):
+            return None
+        if found[0][0] == "o" and found[0][1] and found[1:2] == [("json", "")]:
+            del found[1]  # the half of a move that was cut short
+        sound = [part for part, _ in found] in (["o", "json"], ["o"], ["json"]) and len({end for _, end in found}) == 1
         return place if sound else None
 
     @contextmanager
@@ -351,9 +374,11 @@ def _put_back(entry: Entry, folder: int) -> str | None:
     checked = entries.in_place(now)
     if checked.status not in (Status.OK, Status.NO_MANIFEST):
         return f"{entry.key} stays quarantined: it is not intact: {checked.status}: {checked.detail}"
+    if not checked.aside:  # cut short after the object: all that is left is the copy of its manifest
+        os.unlink(manifest + entry.aside, dir_fd=folder)
+        return None
     text, there = (_read_in(folder, name, manifests.MAX_BYTES) for name in (manifest + entry.aside, manifest))
-    # A manifest alone that says the same was put back by a call that was cut short.
-    taken = obj if exists_in(folder, obj) else manifest if exists_in(folder, manifest) and (text is None or there != text) else None
+    taken = obj if exists_in(folder, obj) else manifest if exists_in(folder, manifest) and not now.half else None
     if taken is not None:
         return f"{place}/{taken} is there already: b12x compiled it again; mlactl cache rm removes that one"
     if text is not None and there is None:
