@@ -30,7 +30,7 @@ def _mistyped(where: str) -> bool:
     if nearly is None or os.path.lexists(where):
         return False
     protocol, rest = nearly
-    colon, userinfo = where[len(protocol)] == ":", "@" in rest
+    colon, userinfo = where[len(protocol)] in ":;", "@" in rest
     if userinfo and (colon or ":" in rest.partition("@")[0]):
         return True
     if not colon and not userinfo:

@@ -10,7 +10,7 @@ import re
 from urllib.parse import quote, unquote, unquote_plus
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::|://)")
-_NEARLY_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)(:/?(?!/)|:?//)(?=.)")
+_NEARLY_URL = re.compile(r"((?:[A-Za-z][A-Za-z0-9+.-]*)?)([:;]/?(?!/)|[:;]?//)(?=.)")
 _ADDRESS = re.compile(r"\[[0-9A-Fa-f:.]+(%[A-Za-z0-9._~-]+)?\](:[0-9]*)?")
 """An IPv6 address and a port: what may stand in brackets (RFC 3986, section 3.2.2)."""
 _ELIDED = "…"
@@ -24,7 +24,7 @@ def is_url(where: str) -> bool:
 
 
 def nearly_url(where: str) -> tuple[str, str] | None:
-    """Protocol and the rest of what looks like a URL with a slash or the colon missing (`s3:/x`, `s3//x`); None for a URL, and for a plain path."""
+    """Protocol and the rest of what looks like a mistyped URL (`s3:/x`, `s3//x`, `//x`); None for a URL, and for a plain path."""
     found = None if is_url(where) else _NEARLY_URL.match(where)
     return (found[1], where[found.end() :]) if found else None
 
@@ -33,11 +33,14 @@ def bare_url(url: str) -> str:
     """A URL, or nearly one, without userinfo, query and fragment; of one whose host is none that can be, nothing is sure."""
     nearly = nearly_url(url)
     if nearly is not None:
-        protocol, rest = nearly
-        return url[: -len(rest)] + bare_url(f"{protocol}://{rest}").partition("://")[2]
+        rest = nearly[1]
+        return url[: -len(rest)] + bare_url(f"url://{rest}").removeprefix("url://")
     scheme, mark, rest = url.partition("://")
     if not mark:
         return re.split("[?#]", url, maxsplit=1)[0]
+    slashes = "" if scheme == "file" else rest[: len(rest) - len(rest.lstrip("/"))]
+    rest = rest[len(slashes) :]
+    mark += slashes
     userinfo = _userinfo(rest)
     if "?" in userinfo or "#" in userinfo:
         return f"{scheme}://{_ELIDED}"  # what follows the last @ may be the end of a query
@@ -72,8 +75,7 @@ def _secrets(where: str) -> list[str]:
     nearly = nearly_url(where)
     if nearly is None and not is_url(where):
         return []
-    rest = nearly[1] if nearly else where.partition("://")[2]
-    userinfo = _userinfo(rest)
+    userinfo = _userinfo(nearly[1] if nearly else where.partition("://")[2].lstrip("/"))
     _, *query = re.split("[?#]", where, maxsplit=1)
     password = userinfo.partition(":")[2] or userinfo
     # A client that takes the URL apart by RFC 3986 speaks of the pieces: `SEC` of `user:SEC/RET@host` as a port, `RET@host` as a path.
