@@ -2,7 +2,7 @@
 
 from mlactl.kernels.errors import EnvironmentUnfit, MlactlError
 
-__all__ = ["CannotRun", "EnvironmentUnfit", "Interrupted", "MlactlError", "NotFound", "UsageError"]
+__all__ = ["CannotRun", "EnvironmentUnfit", "Interrupted", "MendedElsewhere", "MlactlError", "NotFound", "UsageError"]
 
 
 class UsageError(MlactlError):
@@ -17,6 +17,10 @@ class NotFound(MlactlError):
     """Something asked for by name is not there: exit 1."""
 
     exit_code = 1
+
+
+class MendedElsewhere(MlactlError):
+    """An error whose next command is typed on another machine: no root of this one belongs into it."""
 
 
 class Interrupted(MlactlError):

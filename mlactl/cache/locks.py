@@ -191,6 +191,23 @@ def holder_of(layer: Layer, key: str) -> Holder | None:
     return _holder(entry_lock_path(layer, key)) or _holder(root_lock_path(layer))
 
 
+def readers_of(layer: Layer, key: str) -> LockBusy | None:
+    """What `acquire_entry` raises where readers keep an entry's lock from being exclusive, found without making a lock file; else None."""
+    path = entry_lock_path(layer, key)
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode) or _try(fd, fcntl.LOCK_EX, release=True) or not _try(fd, fcntl.LOCK_SH, release=True):
+            return None
+        return _busy(path, fd, 0.0)
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
+
+
 def _holder(path: str) -> Holder | None:
     try:
         # Non-blocking: opening a FIFO to read would wait for somebody to write.

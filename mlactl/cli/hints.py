@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 from mlactl.cli import options
-from mlactl.errors import MlactlError
+from mlactl.errors import MendedElsewhere, MlactlError
 from mlactl.ui.output import Output
 
 Params = ParamSpec("Params")
@@ -35,18 +35,27 @@ def on_root(text: str, cache_dir: str | None, root_kind: str | None = None) -> s
 
 
 class RootedOutput(Output):
-    """Output whose hints name the root that the command was given."""
+    """Output whose hints and warnings name the root that the command was given; a note's commands are for wherever it says."""
 
     cache_dir: str | None = None
     root_kind: str | None = None
 
+    def on_root(self, text: str) -> str:
+        """The text, its commands for this root."""
+        return on_root(text, self.cache_dir, self.root_kind)
+
     def hint(self, text: str) -> None:
         """The next command to type, for this root."""
-        super().hint(on_root(text, self.cache_dir, self.root_kind))
+        super().hint(self.on_root(text))
+
+    def warn(self, text: str) -> None:
+        """A warning; a command in it is for this root."""
+        super().warn(self.on_root(text))
 
     def error(self, error: MlactlError) -> None:
-        """An error whose next command is for this root."""
-        super().error(MlactlError(error.message, hint=error.hint and on_root(error.hint, self.cache_dir, self.root_kind)))
+        """An error whose next command is for this root, unless that is typed elsewhere."""
+        elsewhere = isinstance(error, MendedElsewhere)
+        super().error(error if elsewhere else MlactlError(error.message, hint=error.hint and self.on_root(error.hint)))
 
 
 def make_output(
@@ -76,7 +85,7 @@ def keeps_root(command: Callable[Params, Result]) -> Callable[Params, Result]:
             return command(*arguments, **values)
         except MlactlError as error:
             cache_dir = values.get("cache_dir")
-            if error.hint:
+            if error.hint and not isinstance(error, MendedElsewhere):
                 error.hint = on_root(error.hint, cache_dir if isinstance(cache_dir, str) else None, _said(values.get("root_kind")))
             raise
 

@@ -145,6 +145,12 @@ class Output:
             raise UsageError(f"{what} is not written to a terminal", hint="name a file, or send stdout to one")
         return self.stdout.buffer
 
+    def binary_input(self, what: str) -> BinaryIO:
+        """stdin for bytes; raises UsageError when it is a terminal."""
+        if sys.stdin.isatty():
+            raise UsageError(f"stdin is a terminal, expected {what}", hint="name a file, or let stdin come from one: - <FILE")
+        return sys.stdin.buffer
+
     def _json(self, value: object) -> None:
         import msgspec  # here: help and human output do without it
 

@@ -50,8 +50,16 @@ def unpacked(bundle: bytes) -> bytes:
     return zstandard.ZstdDecompressor().stream_reader(io.BytesIO(bundle), read_across_frames=True).read()
 
 
+def listing_end(tar: bytes) -> int:
+    """Where the first member of an archive ends, at the end of the archive at the latest."""
+    field = tar[124:135]
+    return min(len(tar), 512 + (int(field, 8) + 511) // 512 * 512) if len(field) == 11 and not field.strip(b"01234567") else len(tar)
+
+
 def repacked(tar: bytes) -> bytes:
-    return zstandard.ZstdCompressor(level=1).compress(tar)
+    """An archive in two frames, as a bundle has it, of another level and with the content's size in them."""
+    at = listing_end(tar)
+    return b"".join(zstandard.ZstdCompressor(level=5).compress(part) for part in (tar[:at], tar[at:]))
 
 
 def repadded(data: bytes) -> bytes:
@@ -399,7 +407,7 @@ def test_the_edits_start_from_what_is_accepted(bundle: bytes, other: Store) -> N
     tar = unpacked(bundle)
     assert change(tar) == tar
     assert relisted(tar, lambda _: None) == tar
-    assert len(bring(other, repacked(tar)).outcomes) == 3, "one frame or two, any level"
+    assert len(bring(other, repacked(tar)).outcomes) == 3, "frames of any level"
 
 
 def test_damaged_content_is_named(bundle: bytes, other: Store, three: list[Entry]) -> None:
@@ -440,6 +448,55 @@ def test_trailing_data(bundle: bytes, other: Store, more: bytes | None) -> None:
     with pytest.raises(BadBundle, match="trailing data"):
         bring(other, bundle + (bundle if more is None else more))
     assert no_trace(other)
+
+
+def frame(content: bytes) -> bytes:
+    return zstandard.ZstdCompressor(level=1).compress(content)
+
+
+def blocks(content: bytes, size: int) -> bytes:
+    """A frame with a flushed block for each `size` bytes; with none, as many empty blocks as there are bytes, then the content."""
+    if not size:
+        # Magic, a descriptor without anything optional, the window; then raw blocks: three bytes of header each.
+        return b"\x28\xb5\x2f\xfd\0\x40" + bytes(3) * len(content) + (len(content) << 3 | 1).to_bytes(3, "little") + content
+    out, stream = b"", zstandard.ZstdCompressor(level=1).compressobj()
+    for at in range(0, len(content), size):
+        out += stream.compress(content[at : at + size]) + stream.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)
+    return out + stream.flush()
+
+
+FRAMES = {
+    "one frame": (lambda head, rest: frame(head + rest), "bundle.json shares its zstd frame with what follows, expected two frames"),
+    "three frames": (lambda head, rest: frame(head) + frame(rest[:512]) + frame(rest[512:]), "truncated: zstd frame 2"),
+    "list in two frames": (lambda head, rest: frame(head[:512]) + frame(head[512:]) + frame(rest), "truncated: zstd frame 1"),
+    "more in the first frame": (lambda head, rest: frame(head + rest[:1]) + frame(rest[1:]), "shares its zstd frame"),
+    "less in the first frame": (lambda head, rest: frame(head[:-1]) + frame(head[-1:] + rest), "truncated: zstd frame 1"),
+    "empty frame before": (lambda head, rest: frame(b"") + frame(head) + frame(rest), "truncated: zstd frame 1"),
+    "empty frames before": (lambda head, rest: frame(b"") * 3000 + frame(head) + frame(rest), "truncated: zstd frame 1"),
+    "empty frame between": (lambda head, rest: frame(head) + frame(b"") + frame(rest), "truncated: zstd frame 2"),
+    "empty frame behind": (lambda head, rest: frame(head) + frame(rest) + frame(b""), "trailing data after the last zstd frame"),
+    "list alone": (lambda head, rest: frame(head), "truncated: the file ends before zstd frame 2"),
+    "entries first": (lambda head, rest: frame(rest) + frame(head), "expected file bundle.json"),
+    "empty blocks in the list": (lambda head, rest: blocks(head, 0) + frame(rest), "65 blocks for 0 bytes, which no encoder writes"),
+    "tiny blocks": (lambda head, rest: frame(head) + blocks(rest[:100_000], 9) + frame(rest[100_000:]), "bytes, which no encoder writes"),
+}
+
+
+@pytest.mark.parametrize("name", FRAMES)
+def test_frames_that_no_export_writes(bundle: bytes, other: Store, name: str) -> None:
+    edit, said = FRAMES[name]
+    tar = unpacked(bundle)
+    at = listing_end(tar)
+    with pytest.raises(BadBundle) as raised:
+        bring(other, edit(tar[:at], tar[at:]))
+    assert said in raised.value.message
+    assert no_trace(other)
+
+
+def test_the_frames_above_start_from_what_is_accepted(bundle: bytes, other: Store) -> None:
+    tar = unpacked(bundle)
+    at = listing_end(tar)
+    assert len(bring(other, frame(tar[:at]) + blocks(tar[at:], 1000)).of("published")) == 3
 
 
 def test_a_bomb_is_refused_in_little_memory(other: Store, in_child: Callable[..., int]) -> None:
@@ -578,6 +635,57 @@ def test_an_entry_in_use_stops_no_other(bundle: bytes, three: list[Entry], store
     assert outcomes[three[0].key].outcome == "failed"
     assert "is in use by" in outcomes[three[0].key].reason
     assert outcomes[three[1].key].outcome == "replaced"
+
+
+def test_a_dry_run_foresees_an_entry_in_use(bundle: bytes, three: list[Entry], store: Store) -> None:
+    stand_ins.flip_bit(three[0])
+    stand_ins.flip_bit(three[1])
+    locked = sorted(Path(three[0].layer.folder()).glob("*/*.lock"))
+    with entry_lock(three[0].layer, three[0].key, exclusive=False, wait_s=1):
+        foreseen = bring(store, bundle, dry_run=True).outcomes
+        assert foreseen == bring(store, bundle, dry_run=True).outcomes
+        done = bring(store, bundle).outcomes
+    assert foreseen == done
+    assert [outcome.outcome for outcome in done if outcome.manifest.key == three[0].key] == ["failed"]
+    assert sorted(Path(three[0].layer.folder()).glob("*/*.lock")) == locked
+    with entry_lock(three[0].layer, three[0].key, exclusive=True, wait_s=1):
+        assert len(bring(store, bundle, dry_run=True).of("replaced")) == 1, "a publisher is done soon"
+
+
+def release_when(said: list[str], ready: int) -> Callable[[str], None]:
+    """Notes what is waited for and has the process at the other end of a pipe give its lock back."""
+
+    def on_wait(text: str) -> None:
+        said.append(text)
+        os.write(ready, b"x")
+
+    return on_wait
+
+
+@pytest.mark.parametrize("command", ["import", "export"])
+def test_who_holds_an_entry_that_is_waited_for_is_said(bundle: bytes, three: list[Entry], store: Store, command: str) -> None:
+    entry = three[0]
+    stand_ins.flip_bit(entry)
+    (taken, take), (release, ready) = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        with entry_lock(entry.layer, entry.key, exclusive=True, wait_s=1):
+            os.write(take, b"x")
+            os.read(release, 1)
+        os._exit(0)
+    os.read(taken, 1)
+    said: list[str] = []
+    if command == "import":
+        outcomes = bring(store, bundle, watch=merge.Watch(waiting=release_when(said, ready))).outcomes
+        assert {outcome.manifest.key: outcome.outcome for outcome in outcomes}[entry.key] == "replaced"
+    else:
+        with write.pack(store, [entry.key], on_wait=release_when(said, ready)) as packed:
+            assert [item.key for item in packed.left_out] == [entry.key]
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert len(said) == 1
+    assert said[0].startswith(f"{locks.entry_lock_path(entry.layer, entry.key)} is still held by process {child} on ")
+    for fd in (taken, take, release, ready):
+        os.close(fd)
 
 
 def test_a_private_root_gets_no_lock_files_from_an_import_and_a_shared_one_does(bundle: bytes, other: Store, tmp_path: Path) -> None:

@@ -48,8 +48,9 @@ STREAMS = ("stdout", "stderr", "stdin", "exit")
 
 def test_only_the_command_line_and_its_renderer_write():
     """A service that prints cannot be used from a server, and a JSON document with a stray line in it is none."""
-    # app.py reports what escaped every renderer; the worker's stdout is its protocol with the pool; torchrun starts a command.
-    allowed = ("cli/app.py", "warmup/worker.py", "replay/dcp/__main__.py")
+    # app.py reports what escaped every renderer; start.py speaks before there is a renderer; the worker's stdout is its
+    # protocol with the pool; torchrun starts a command.
+    allowed = ("cli/app.py", "cli/start.py", "warmup/worker.py", "replay/dcp/__main__.py")
     found = {name_of(path): writes(path.read_text()) for path in MODULES if path.parent.name != "ui" and name_of(path) not in allowed}
     assert {name: lines for name, lines in found.items() if lines} == {}
 

@@ -1,4 +1,4 @@
-"""Decompressing a bundle a zstd block at a time: bounded memory, whole frames only, nothing after them.
+"""Decompressing a bundle a zstd block at a time: bounded memory, as many frames as are asked for, each whole, nothing after them.
 
 The streaming interfaces of the zstandard package either hand out all that a chunk of input expands to (32 KB can make a
 gigabyte) or end silently where a file was cut off. So frames are walked here, by RFC 8878, sections 3.1.1 and 3.1.1.2.
@@ -21,9 +21,15 @@ _RLE, _RESERVED = 1, 3
 _MAX_BLOCK_BYTES = 128 << 10
 _CHUNK_BYTES = 1 << 20
 
+_FREE_BLOCKS, _LEAST_BLOCK_BYTES = 64, 256
+"""Blocks that an encoder makes are larger on average; a file of empty ones would keep a reader busy for minutes."""
+
 
 class Frames:
-    """What a sequence of zstd frames decompresses to; `sha256` and `compressed_bytes` are of the file as far as it was read."""
+    """What the zstd frames of a file decompress to, one at a time between `begin` and `end`.
+
+    `sha256` and `compressed_bytes` are of the file as far as it was read.
+    """
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -31,7 +37,7 @@ class Frames:
         self._ready = bytearray()
         self._frame: zstandard.ZstdDecompressionObj | None = None
         self._checksum_bytes = 0
-        self._begun = False
+        self._number = self._blocks = self._made = 0
         self._decompressor = zstandard.ZstdDecompressor(max_window_size=1 << WINDOW_LOG)
         self._digest = hashlib.sha256()
         self.compressed_bytes = 0
@@ -41,38 +47,23 @@ class Frames:
         return self._digest.hexdigest()
 
     def read(self, size: int) -> bytes:
-        """Exactly `size` decompressed bytes; raises BadBundle when there are fewer."""
+        """Exactly `size` decompressed bytes; raises BadBundle when the frame has fewer left."""
         while len(self._ready) < size:
-            if not self._advance():
-                raise BadBundle("truncated: the archive ends in the middle")
+            if self._frame is None:
+                raise BadBundle(f"truncated: zstd frame {self._number} of a bundle ends in the middle")
+            self._read_block(self._frame)
         found = bytes(memoryview(self._ready)[:size])
         del self._ready[:size]
         return found
 
-    def finish(self) -> None:
-        """Raises BadBundle unless the last frame is complete and nothing follows what was read, compressed or not."""
-        while not self._ready and self._advance():
-            pass
-        if self._ready:
-            raise BadBundle("trailing data after the end of the archive")
-
-    def _advance(self) -> bool:
-        """Reads one frame header or block; False at the end of the file."""
-        try:
-            if self._frame is None:
-                return self._begin_frame()
-            self._read_block(self._frame)
-        except zstandard.ZstdError as error:
-            raise BadBundle(f"not a zstd stream of a bundle, or damaged: {plain(error)}") from None
-        return True
-
-    def _begin_frame(self) -> bool:
+    def begin(self) -> None:
+        """Opens the next frame; raises BadBundle when there is none."""
         magic = self._take(4, partly=True)
+        self._number += 1
         if not magic:
-            return False
+            raise BadBundle(f"truncated: the file ends before zstd frame {self._number} of a bundle")
         if magic != _MAGIC:
-            raise BadBundle("trailing data after the last frame" if self._begun else "not a bundle: it does not start with a zstd frame")
-        self._begun = True
+            raise BadBundle("not a bundle: it does not start with a zstd frame" if self._number == 1 else "trailing data after the first zstd frame")
         descriptor = self._take(1)
         flags = descriptor[0]
         single = flags >> 5 & 1
@@ -80,8 +71,20 @@ class Frames:
         rest = self._take((1 - single) + _DICTIONARY_BYTES[flags & 3] + sized)
         self._checksum_bytes = 4 if flags & 4 else 0
         self._frame = self._decompressor.decompressobj()
-        self._ready += self._frame.decompress(magic + descriptor + rest)
-        return True
+        self._decompress(self._frame, magic + descriptor + rest)
+
+    def end(self, more: str) -> None:
+        """Reads the frame's end; raises BadBundle, saying `more`, when it holds more than was read."""
+        while self._frame is not None and not self._ready:
+            self._read_block(self._frame)
+        if self._ready:
+            raise BadBundle(more)
+
+    def finish(self) -> None:
+        """Raises BadBundle unless the frame is at its end and the file too."""
+        self.end("trailing data after the end of the archive")
+        if self._take(1, partly=True):
+            raise BadBundle("trailing data after the last zstd frame")
 
     def _read_block(self, frame: zstandard.ZstdDecompressionObj) -> None:
         head = self._take(3)
@@ -89,12 +92,24 @@ class Frames:
         last, kind, size = number & 1, number >> 1 & 3, number >> 3
         if kind == _RESERVED or size > _MAX_BLOCK_BYTES:
             raise BadBundle("not a zstd stream of a bundle, or damaged: a block that no encoder writes")
-        self._ready += frame.decompress(head + self._take(1 if kind == _RLE else size))
+        self._decompress(frame, head + self._take(1 if kind == _RLE else size))
+        self._blocks += 1
+        if self._blocks > _FREE_BLOCKS + self._made // _LEAST_BLOCK_BYTES:
+            raise BadBundle(f"not a zstd stream of a bundle: {self._blocks} blocks for {self._made} bytes, which no encoder writes")
         if last:
-            self._ready += frame.decompress(self._take(self._checksum_bytes)) if self._checksum_bytes else b""
+            if self._checksum_bytes:
+                self._decompress(frame, self._take(self._checksum_bytes))
             if not frame.eof:
                 raise BadBundle("not a zstd stream of a bundle, or damaged: a frame that does not end where it says")
             self._frame = None
+
+    def _decompress(self, frame: zstandard.ZstdDecompressionObj, data: bytes) -> None:
+        try:
+            made = frame.decompress(data)
+        except zstandard.ZstdError as error:
+            raise BadBundle(f"not a zstd stream of a bundle, or damaged: {plain(error)}") from None
+        self._made += len(made)
+        self._ready += made
 
     def _take(self, size: int, *, partly: bool = False) -> bytes:
         """The next compressed bytes; with `partly` what there is of them."""

@@ -14,7 +14,7 @@ from mlactl.cache import elf
 from mlactl.cache.bundle.packages import Requirement
 from mlactl.cache.key import canonical_bytes
 from mlactl.cache.manifest import MAX_BYTES, Manifest, is_sha256
-from mlactl.errors import MlactlError
+from mlactl.errors import MendedElsewhere
 from mlactl.printable import plain
 
 SCHEMA_VERSION = 1
@@ -36,7 +36,7 @@ WINDOW_LOG = 21
 """2 MiB: what `zstd -3` takes, and all that a reader grants a bundle."""
 
 
-class BadBundle(MlactlError):
+class BadBundle(MendedElsewhere):
     """Bytes that are not a bundle of this release, or whose content is not what it says; nothing of it is imported."""
 
     exit_code = 1

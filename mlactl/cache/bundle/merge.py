@@ -14,7 +14,7 @@ import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import BinaryIO
@@ -24,6 +24,7 @@ from mlactl.cache import toolchain as toolchains
 from mlactl.cache.bundle import ahead, packages
 from mlactl.cache.bundle.layout import BadBundle
 from mlactl.cache.bundle.read import Bundle, Checked
+from mlactl.cache.bundle.waiting import held
 from mlactl.cache.entry import Entry, RejectedObject, Status, read_checked, read_entry
 from mlactl.cache.listing import Filters
 from mlactl.cache.manifest import Manifest
@@ -77,7 +78,8 @@ def _silent(*_: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """Who is told how an import gets on: the number of entries, each one checked, how many will be published, each one published."""
+    """Who is told how an import gets on: the number of entries, each one checked, how many will be published, each one published, and
+    what a lock is waited for that somebody holds."""
 
     listed: Callable[[int], None] = _silent
     checked: Callable[[], None] = _silent
@@ -134,7 +136,7 @@ def bring_in(
     try:
         if dry_run:
             _verify(work, bundle, sha256)
-            work.outcomes += [Outcome(manifest, outcome) for manifest, outcome in work.waiting]
+            work.outcomes += [_foreseen(layer, manifest, outcome) for manifest, outcome in work.waiting]
         else:
             with publish.writing(layer.path), _spooling(work, shared):
                 _verify(work, bundle, sha256)
@@ -244,6 +246,12 @@ def _present(layer: Layer, manifest: Manifest) -> Outcome | None:
     return Outcome(manifest, PRESENT)
 
 
+def _foreseen(layer: Layer, manifest: Manifest, outcome: str) -> Outcome:
+    """What would become of an entry that is to be published: one that readers keep is not replaced."""
+    busy = locks.readers_of(layer, manifest.key) if outcome == REPLACED else None
+    return Outcome(manifest, outcome) if busy is None else Outcome(manifest, FAILED, busy.message)
+
+
 def _write(path: str, data: bytes, mode: int) -> None:
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
@@ -261,7 +269,7 @@ def _spooling(work: _Import, shared: bool) -> Iterator[None]:
     work.mode = publish.prepare_root(work.layer, shared=shared)
     trust.check_folders(work.layer.folder(), str(work.layer.path))
     path = f"{work.layer.folder()}/{SPOOL}"
-    with locks.import_lock(work.layer, wait_s=_IMPORT_WAIT_S, on_wait=work.watch.waiting):
+    with locks.import_lock(work.layer, wait_s=_IMPORT_WAIT_S, on_wait=lambda text: work.watch.waiting(f"another import is under way: {text}")):
         if os.path.lexists(path):
             if not stat.S_ISDIR(os.lstat(path).st_mode):
                 raise CannotRun(f"{path} is {locks.kind_of(os.lstat(path).st_mode)}, expected a folder", hint=f"ls -ld {shlex.quote(path)}")
@@ -290,7 +298,7 @@ def _publish(work: _Import) -> None:
         # Readers of a shared root, who cannot make lock files in it, share those that publishing leaves.
         if work.mode == 0o600:
             _publish_alone(work, waiting, buckets)
-        with locks.root_lock(layer, exclusive=False, wait_s=_LOCK_WAIT_S) as root:
+        with held(lambda wait_s: locks.root_lock(layer, exclusive=False, wait_s=wait_s), _LOCK_WAIT_S, work.watch.waiting) as root:
             for manifest, outcome in waiting:
                 _account(work, buckets, manifest, outcome, root)
     finally:
@@ -328,14 +336,20 @@ def _account(work: _Import, buckets: dict[str, None], manifest: Manifest, outcom
             os.rename(f"{work.spool}/{manifest.key}.so", f"{bucket}/{manifest.key}.so")  # noqa: PTH104
             os.rename(f"{work.spool}/{manifest.key}.json", f"{bucket}/{manifest.key}.json")  # noqa: PTH104
             work.outcomes.append(Outcome(manifest, outcome))
+        elif root is None:
+            work.outcomes.append(_publish_one(work, manifest, outcome))
         else:
-            with locks.entry_lock(layer, manifest.key, exclusive=True, wait_s=_LOCK_WAIT_S, root=root) if root is not None else nullcontext():
+            with held(partial(_entry_lock, layer, manifest.key, root), _LOCK_WAIT_S, work.watch.waiting):
                 work.outcomes.append(_publish_one(work, manifest, outcome))
     except MlactlError as error:
         work.outcomes.append(Outcome(manifest, FAILED, error.message))
     else:
         work.done += 1
     work.watch.published()
+
+
+def _entry_lock(layer: Layer, name: str, root: locks.Lease, wait_s: float) -> AbstractContextManager[locks.Lease]:
+    return locks.entry_lock(layer, name, exclusive=True, wait_s=wait_s, root=root)
 
 
 def _publish_one(work: _Import, manifest: Manifest, outcome: str) -> Outcome:

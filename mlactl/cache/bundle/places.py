@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import tempfile
@@ -11,15 +12,32 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from mlactl.cache.bundle.redaction import bare_url, is_url, without_secrets
+from mlactl.cache import trust
+from mlactl.cache.bundle.redaction import bare_url, is_url, nearly_url, without_secrets
 from mlactl.errors import CannotRun, EnvironmentUnfit, MlactlError, UsageError
-from mlactl.printable import plain
+from mlactl.printable import plain, shell_word
 from mlactl.regular_files import open_regular, replacing, require_target
 
 
 def shown(where: str) -> str:
-    """A path or URL for messages, without the credentials that a URL may carry."""
-    return plain(bare_url(where)) if is_url(where) else plain(where)
+    """A path or URL for messages, without the credentials that a URL may carry, nor those of one that was mistyped."""
+    return plain(bare_url(where)) if is_url(where) or _mistyped(where) else plain(where)
+
+
+def _mistyped(where: str) -> bool:
+    """Whether a place that is not there was meant as a URL: by its protocol, or by what looks like credentials."""
+    nearly = nearly_url(where)
+    if nearly is None or os.path.lexists(where):
+        return False
+    protocol, rest = nearly
+    colon, userinfo = where[len(protocol)] in ":;", "@" in rest
+    if userinfo and (colon or ":" in rest.partition("@")[0]):
+        return True
+    if not colon and not userinfo:
+        return False  # `out//x`
+    from fsspec.registry import known_implementations
+
+    return protocol.lower() in known_implementations
 
 
 @contextmanager
@@ -81,9 +99,17 @@ def require_free(where: str, *, force: bool) -> None:
         raise _taken(where)
 
 
-def scratch_folder(where: str) -> str:
-    """Where to put what goes there afterwards: beside a local target, else where temporaries go."""
-    return str(_local(where).parent) if _remote(where) is None else tempfile.gettempdir()
+def scratch_folder(where: str | None) -> str:
+    """Where to put what goes there afterwards: beside a local target, else (None is stdout) where temporaries go. Raises CannotRun."""
+    if where is not None and _remote(where) is None:
+        return str(_local(where).parent)
+    try:
+        return tempfile.gettempdir()
+    except OSError as error:
+        raise CannotRun(f"no folder for temporaries: {error.strerror}", hint=_OTHER_TEMPORARY) from None
+
+
+_OTHER_TEMPORARY = "TMPDIR=DIR names another folder for temporaries"
 
 
 def deliver(where: str, write: Callable[[BinaryIO], None], *, force: bool) -> None:
@@ -94,8 +120,14 @@ def deliver(where: str, write: Callable[[BinaryIO], None], *, force: bool) -> No
     """
     remote = _remote(where)
     if remote is None:
-        with replacing(_local(where), force=force) as file:
-            write(file)
+        target = _local(where)
+        try:
+            with replacing(target, force=force) as file:
+                write(file)
+        except CannotRun as error:
+            if isinstance(error.__cause__, OSError):
+                raise unwritable(where, error.__cause__) from error.__cause__
+            raise
         return
     filesystem, path = remote
     if not force:
@@ -107,32 +139,68 @@ def deliver(where: str, write: Callable[[BinaryIO], None], *, force: bool) -> No
         raise _failed(where, "write", error) from None
 
 
+def unwritable(where: str | None, error: OSError) -> CannotRun:
+    """The error for a bundle that cannot be written in its `scratch_folder`: names that with owner and mode, and what to do."""
+    folder = scratch_folder(where)
+    local = where is not None and _remote(where) is None
+    look = "df -h" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else "ls -ld"
+    other = "mlactl cache export -o FILE puts it into another folder" if local else _OTHER_TEMPORARY
+    return CannotRun(
+        f"cannot write the bundle in {trust.describe(Path(folder).absolute())}: {error.strerror or error}",
+        hint=f"{look} {shell_word(folder)}; {other}",
+    )
+
+
 def _local(where: str) -> Path:
     return Path(where.removeprefix("file://"))
 
 
 def _remote(where: str) -> tuple[Any, str] | None:
     """fsspec's filesystem and the path in it; None for a local file, `file://` included."""
-    if not is_url(where) or where.startswith("file://"):
+    if where.startswith("file://"):
+        return None
+    if not is_url(where):
+        if _mistyped(where):
+            raise UsageError(
+                f"{shown(where)}: is no file that is there, and no URL: expected PROTOCOL://…", hint="a new local file is named as ./FILE"
+            )
         return None
     from fsspec.core import url_to_fs
     from fsspec.registry import known_implementations
 
-    protocol = re.split("::|://", where)[0]
     try:
         filesystem, path = url_to_fs(where)
     except ImportError as error:
-        said = known_implementations.get(protocol, {}).get("err") or str(error)
-        package = re.search(r"[Ii]nstall ([A-Za-z0-9_.-]+)", said)
-        hint = f"pip install {package[1]}" if package else f"pip install 'fsspec[{protocol}]'"
+        chained = [part.partition("://")[0] for part in where.split("::")]
+        protocol = next((name for name in chained if known_implementations.get(name, {}).get("err") == str(error)), None)
+        said = plain(without_secrets(str(error), where))
         raise EnvironmentUnfit(
-            f"{shown(where)}: {protocol}:// needs a package that is not installed: {plain(without_secrets(said, where))}", hint=hint
+            f"{shown(where)}: {protocol or chained[0]}:// needs a package that is not installed: {said}",
+            hint=(_install_command(protocol, str(error)) if protocol else None) or "install what it asks for, or name a local file",
         ) from None
     except ValueError as error:
         raise UsageError(f"{shown(where)}: {plain(without_secrets(str(error), where))}", hint="a local file is named as /path/to/FILE") from None
     except Exception as error:
         raise _failed(where, "reach", error) from None
     return filesystem, path
+
+
+_SAID = re.compile(r"[Ii]nstall (?:the )?([a-z][\w.-]*)(?: package)? (?:to |for |and )|requires \"?([a-z][\w.-]*)\"? to be installed")
+"""How fsspec's own table of filesystems names the one package that each needs."""
+
+_EXTRAS = {"https": "http", "arrow_hdfs": "arrow"}
+"""Protocols that an extra of fsspec under another name is for."""
+
+
+def _install_command(protocol: str, said: str) -> str | None:
+    """The pip command for a filesystem of fsspec's, `said` being what its table says of it; None where neither that nor an extra names a package."""
+    from importlib.metadata import metadata
+
+    found = _SAID.search(said)
+    if found:
+        return f"pip install {found[1] or found[2]}"
+    extra = _EXTRAS.get(protocol, protocol)
+    return f"pip install 'fsspec[{extra}]'" if extra in (metadata("fsspec").get_all("Provides-Extra") or ()) else None
 
 
 def _taken(where: str) -> UsageError:

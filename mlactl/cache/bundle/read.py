@@ -55,6 +55,7 @@ class Bundle:
         Only when this has come to its end is the bundle known to be good.
         """
         toolchains: dict[Toolchain, None] = {}
+        self._frames.begin()
         with ThreadPoolExecutor(ahead.workers()) as pool:
             for checked in ahead.in_order(pool, self._checks(), _CHECKS_AHEAD):
                 toolchains[checked.manifest.toolchain] = None
@@ -72,6 +73,7 @@ class Bundle:
             yield len(text) + len(data), partial(_check, row, text, data)
 
     def _read_listing(self) -> tuple[Listing, str]:
+        self._frames.begin()
         block = self._frames.read(layout.BLOCK_BYTES)
         size = _size_of(block)
         if size is None or block != layout.header(layout.LISTING_NAME, size):
@@ -79,6 +81,7 @@ class Bundle:
         if size > layout.MAX_LISTING_BYTES:
             raise BadBundle(f"{layout.LISTING_NAME} of {size} bytes, expected at most {layout.MAX_LISTING_BYTES}")
         data = self._padded(layout.LISTING_NAME, size)
+        self._frames.end(f"{layout.LISTING_NAME} shares its zstd frame with what follows, expected two frames: the list, the entries")
         return layout.parse(data), hashlib.sha256(data).hexdigest()
 
     def _member(self, name: str, size: int) -> bytes:

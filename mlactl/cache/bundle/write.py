@@ -7,8 +7,9 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import BinaryIO
 
 import zstandard
@@ -17,6 +18,7 @@ from mlactl.cache import locks
 from mlactl.cache.bundle import layout
 from mlactl.cache.bundle.packages import Requirement, required
 from mlactl.cache.bundle.select import LeftOut, convicting, set_aside_above
+from mlactl.cache.bundle.waiting import held
 from mlactl.cache.entry import REMOVED, Entry, RejectedObject, Status, read_checked
 from mlactl.cache.manifest import BadManifest, Manifest, dump
 from mlactl.cache.store import Store
@@ -53,10 +55,14 @@ class Packed:
 
 
 @contextmanager
-def pack(store: Store, keys: Iterable[str], folder: str | None = None, on_entry: Callable[[], None] = lambda: None) -> Iterator[Packed]:
+def pack(
+    store: Store, keys: Iterable[str], folder: str | None = None, on_entry: Callable[[], None] = lambda: None,
+    on_wait: Callable[[str], None] = lambda _: None,
+) -> Iterator[Packed]:  # fmt: skip
     """Packs the entries of these keys, of each the first layer's that passes a full check; what has none is in `left_out`.
 
-    The temporary has no name and is in `folder`, else where temporaries go. Raises OSError when it cannot be written.
+    The temporary has no name and is in `folder`, else where temporaries go. `on_wait` is told who holds an entry that is waited
+    for. Raises OSError when it cannot be written.
     """
     with tempfile.TemporaryFile(dir=folder) as body:
         rows, packed, left_out = [], [], []
@@ -64,7 +70,7 @@ def pack(store: Store, keys: Iterable[str], folder: str | None = None, on_entry:
         # How many workers there are does not change the bytes, only whether there are any.
         with _compressor(min(4, max(1, len(os.sched_getaffinity(0))))).stream_writer(body, closefd=False) as stream:
             for key in sorted(set(keys)):
-                found = _read(store, key, trusted_folders)
+                found = _read(store, key, trusted_folders, on_wait)
                 if isinstance(found, LeftOut):
                     left_out.append(found)
                 else:
@@ -98,7 +104,7 @@ def _compressor(threads: int) -> zstandard.ZstdCompressor:
     return zstandard.ZstdCompressor(compression_params=parameters)
 
 
-def _read(store: Store, key: str, trusted_folders: set[str]) -> tuple[Manifest, bytes, bytes] | LeftOut:
+def _read(store: Store, key: str, trusted_folders: set[str], on_wait: Callable[[str], None]) -> tuple[Manifest, bytes, bytes] | LeftOut:
     """Manifest, its bytes and object of a key from the first layer whose entry is good, or what is wrong with the first that has one.
 
     An object that a layer has set aside is not taken from a lower one either, and nothing is where nobody can tell which it was.
@@ -107,7 +113,7 @@ def _read(store: Store, key: str, trusted_folders: set[str]) -> tuple[Manifest, 
     aside: list[Entry] = []
     for layer in store.roots.layers:
         try:
-            manifest, data = _read_settled(Entry(key, layer, None, Status.OK), trusted_folders)
+            manifest, data = _read_settled(Entry(key, layer, None, Status.OK), trusted_folders, on_wait)
             required((manifest.toolchain,))
         except RejectedObject as refused:
             entry = refused.entry
@@ -128,21 +134,23 @@ def _read(store: Store, key: str, trusted_folders: set[str]) -> tuple[Manifest, 
     return problems[0] if problems else LeftOut(key, None, REMOVED, None)
 
 
-def _read_settled(entry: Entry, trusted_folders: set[str]) -> tuple[Manifest, bytes]:
+def _read_settled(entry: Entry, trusted_folders: set[str], on_wait: Callable[[str], None]) -> tuple[Manifest, bytes]:
     """`read_checked`; once more under the reader's lock when it fails, since a publisher may be replacing the entry."""
     try:
         return read_checked(entry, trusted_folders=trusted_folders)
     except RejectedObject as refused:
         if refused.entry.detail == REMOVED:
             raise
-        try:
-            lease = locks.acquire_entry(entry.layer, entry.key, exclusive=False, wait_s=_READ_WAIT_S)
-        except (OSError, CannotRun):
-            raise refused from None  # a read-only layer, where nobody publishes
-    try:
-        return read_checked(entry, trusted_folders=trusted_folders)
-    finally:
-        lease.close()
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(held(partial(_reader_lock, entry), _READ_WAIT_S, on_wait))
+            except (OSError, CannotRun):
+                raise refused from None  # a read-only layer, where nobody publishes
+            return read_checked(entry, trusted_folders=trusted_folders)
+
+
+def _reader_lock(entry: Entry, wait_s: float) -> AbstractContextManager[locks.Lease]:
+    return locks.entry_lock(entry.layer, entry.key, exclusive=False, wait_s=wait_s)
 
 
 def _refuse_size(listing_bytes: int, total_bytes: int) -> None:

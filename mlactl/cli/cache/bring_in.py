@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections import Counter
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, BinaryIO
@@ -15,6 +14,7 @@ from mlactl.cli.cache import rendering
 from mlactl.cli.cache.export import STANDARD, entry_row
 from mlactl.cli.cache.rendering import counted
 from mlactl.errors import CannotRun, NotFound, UsageError
+from mlactl.printable import shell_word
 from mlactl.ui.output import Output, Task, bytes_text
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ def import_(
     quiet: options.QuietOption = False,
 ) -> None:
     """Check a bundle to its last byte, then publish its entries; needs no compiler."""
+    from mlactl.cache.adapters import require_own
     from mlactl.cache.bundle.merge import bring_in
     from mlactl.cache.listing import Filters
 
@@ -44,12 +45,14 @@ def import_(
     filters = Filters(rendering.checked_kernels(kernel), options.checked_arches(arch))
     pin = _checked_digest(sha256)
     store = rendering.open_store(out, cache_dir)
-    with _source(bundle) as file, _Phases(out) as phases:
+    require_own(store.roots)
+    with _source(out, bundle) as file, _Phases(out) as phases:
         result = bring_in(store, file, filters=filters, sha256=pin, shared=shared, dry_run=dry_run, watch=phases.watch())
     _report_import(out, bundle, result)
     failed = result.of("failed")
     if failed:
-        raise CannotRun(f"{counted(len(failed))} could not be imported; {failed[0].reason}", hint="run the same command again afterwards")
+        what = "could not be imported now" if dry_run else "could not be imported"
+        raise CannotRun(f"{counted(len(failed))} {what}; {failed[0].reason}", hint="run the same command again afterwards")
     if result.of("quarantined"):
         raise typer.Exit(1)
 
@@ -60,21 +63,21 @@ def _checked_digest(text: str | None) -> str | None:
     if text is None:
         return None
     if not is_sha256(text.lower()):
-        raise UsageError(f"--sha256 {text} is no SHA-256, expected 64 hex digits", hint="mlactl cache export prints it; sha256sum FILE")
+        raise UsageError(
+            f"--sha256 {text} is no SHA-256, expected 64 hex digits", hint="cache export printed it where the bundle was made; sha256sum FILE"
+        )
     return text.lower()
 
 
 @contextlib.contextmanager
-def _source(bundle: str) -> Iterator[BinaryIO]:
+def _source(out: Output, bundle: str) -> Iterator[BinaryIO]:
     from mlactl.cache.bundle import places
 
     if bundle != STANDARD:
         with places.source(bundle) as file:
             yield file
         return
-    if sys.stdin.isatty():
-        raise UsageError("stdin is a terminal, expected a bundle", hint="mlactl cache import FILE, or mlactl cache import - <FILE")
-    yield places.guarded(sys.stdin.buffer, "stdin")
+    yield places.guarded(out.binary_input("a bundle"), "stdin")
 
 
 class _Phases(contextlib.ExitStack):
@@ -94,7 +97,7 @@ class _Phases(contextlib.ExitStack):
             checked=self._advance,
             publishing=lambda number: self._begin("publishing", number),
             published=self._advance,
-            waiting=lambda text: self._out.note(f"another import is under way: {text}"),
+            waiting=lambda text: self._out.note(f"waiting: {text}"),
         )
 
     def _begin(self, title: str, number: int) -> None:
@@ -106,12 +109,12 @@ class _Phases(contextlib.ExitStack):
             self._task.advance()
 
 
-def _report_import(out: Output, bundle: str, result: Imported) -> None:
+def _report_import(out: hints.RootedOutput, bundle: str, result: Imported) -> None:
     from mlactl.cache.bundle import merge, packages, places
 
     here = result.of(merge.PUBLISHED, merge.REPLACED, merge.PRESENT)
     commands = packages.install_commands(need for need in result.requires if not need.fits)
-    rows = [{**entry_row(item.manifest), "outcome": item.outcome, "reason": item.reason or None} for item in result.outcomes]
+    rows = [{**entry_row(item.manifest), "outcome": item.outcome, "reason": out.on_root(item.reason) or None} for item in result.outcomes]
     document = {
         "bundle": places.shown(bundle),
         "sha256": result.sha256,
@@ -135,8 +138,11 @@ def _report_import(out: Output, bundle: str, result: Imported) -> None:
         out.warn(f"launches of this install never load {counted(number)}: {reason}")
     if not here and not result.of(merge.QUARANTINED, merge.FAILED):
         why = other_host[0].reason if other_host else "none passes --arch and --kernel"
+        named = "-" if bundle == STANDARD else shell_word(places.shown(bundle))
+        again = " <FILE" if bundle == STANDARD else ""
         raise NotFound(
-            f"nothing to import from {counted(len(result.outcomes))}: {why}", hint="mlactl cache import --dry-run --json shows what is in it"
+            f"nothing to import from {counted(len(result.outcomes))}: {why}",
+            hint=f"mlactl cache import {named} --dry-run --json{again} shows what is in it",
         )
     if commands:
         out.note("loading these objects takes packages that are not installed here:")

@@ -43,6 +43,7 @@ def export(
     quiet: options.QuietOption = False,
 ) -> None:
     """Write entries into a bundle, by default all of them; every one is checked in full."""
+    from mlactl.cache.adapters import require_own
     from mlactl.cache.bundle import places, write
 
     out = hints.make_output(output, json, quiet, cache_dir)
@@ -53,6 +54,7 @@ def export(
         places.require_free(target, force=force)
     arches, kernels = options.checked_arches(arch), rendering.checked_kernels(kernel)
     store = rendering.open_store(out, cache_dir)
+    require_own(store.roots)
     warmups: tuple[str, ...] = ()
     if profile:
         arches = arches or _default_arches(out)
@@ -63,24 +65,26 @@ def export(
         aside = f", {counted(len(selection.quarantined))} set aside" if selection.quarantined else ""
         raise NotFound(f"nothing to export: no entry matches{aside}", hint="mlactl cache ls shows what there is")
     if selection.missing and not partial:
-        _report_missing(out, target, selection.missing, warmups)
+        _report_missing(out, target, selection.missing, warmups, rest=True)
         raise typer.Exit(1)
-    folder = None if target == STANDARD else places.scratch_folder(target)
+    place = None if target == STANDARD else target
+    folder = places.scratch_folder(place)
     try:
-        with out.progress("exporting", len(selection.keys), "entries") as task, write.pack(store, selection.keys, folder, task.advance) as packed:
+        with (
+            out.progress("exporting", len(selection.keys), "entries") as task,
+            write.pack(store, selection.keys, folder, task.advance, lambda text: out.note(f"waiting: {text}")) as packed,
+        ):
             left_out = (*selection.missing, *packed.left_out)
-            if left_out and not partial:
-                _report_missing(out, target, left_out, warmups)
+            if left_out and not (partial and packed.entries):
+                _report_missing(out, target, left_out, warmups, rest=bool(packed.entries))
                 raise typer.Exit(1)
-            if not packed.entries:
-                raise NotFound("nothing to export: no entry that was asked for is usable", hint="mlactl cache verify says what is wrong")
             _write(out, target, packed, force=force)
     except KeyboardInterrupt:
         raise Interrupted("interrupted: no bundle was written") from None
     except BrokenPipeError:
         raise
     except OSError as error:
-        raise CannotRun(f"cannot write the bundle: {error.strerror or error}", hint="df -h; TMPDIR names where temporaries go") from error
+        raise places.unwritable(place, error) from error
     _report_export(out, target, packed, left_out, selection.quarantined)
 
 
@@ -124,27 +128,33 @@ def _write(out: Output, target: str, packed: Packed, *, force: bool) -> None:
         places.deliver(target, packed.copy_to, force=force)
         return
     stream = out.binary("a bundle")
-    packed.copy_to(stream)
-    stream.flush()
+    try:
+        packed.copy_to(stream)
+        stream.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise CannotRun(f"cannot write the bundle to stdout: {error.strerror or error}", hint="mlactl cache export -o FILE writes a file") from error
 
 
-def _report_missing(out: Output, target: str, left_out: Sequence[LeftOut], warmups: Sequence[str]) -> None:
-    """Names what keeps a bundle from being written, and what mends it."""
+def _report_missing(out: hints.RootedOutput, target: str, left_out: Sequence[LeftOut], warmups: Sequence[str], *, rest: bool) -> None:
+    """Names what keeps a bundle from being written, and what mends it; `rest`: that there may be others."""
     say = out.note if target == STANDARD else out.line
-    document = {"bundle": None, "left_out": [_left_out_row(item) for item in left_out]}
+    document = {"bundle": None, "left_out": [_left_out_row(out, item) for item in left_out]}
 
     def human() -> None:
         for item in left_out:
-            say(f"cannot go in: {_what(item)}: {item.reason}")
+            say(f"cannot go in: {_what(item)}: {out.on_root(item.reason)}")
         say(f"{counted(len(left_out))} cannot go into the bundle, nothing was written")
 
     out.document(document, human, lambda: [item.key or item.label for item in left_out])
     for hint in dict.fromkeys([*warmups, *(item.hint for item in left_out if item.hint)]):
         out.hint(hint)
-    out.hint("--partial writes the rest")
+    if rest:
+        out.hint("--partial writes the rest")
 
 
-def _report_export(out: Output, target: str, packed: Packed, left_out: Sequence[LeftOut], quarantined: Sequence[str]) -> None:
+def _report_export(out: hints.RootedOutput, target: str, packed: Packed, left_out: Sequence[LeftOut], quarantined: Sequence[str]) -> None:
     from mlactl.cache.bundle.places import shown
 
     document = {
@@ -153,7 +163,7 @@ def _report_export(out: Output, target: str, packed: Packed, left_out: Sequence[
         "bytes": packed.size,
         "listing_sha256": packed.listing_sha256,
         "entries": [entry_row(manifest) for manifest in packed.entries],
-        "left_out": [_left_out_row(item) for item in left_out],
+        "left_out": [_left_out_row(out, item) for item in left_out],
         "quarantined": list(quarantined),
         "requires": [{"name": item.name, "version": item.version} for item in packed.requires],
     }
@@ -186,8 +196,8 @@ def entry_row(manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def _left_out_row(item: LeftOut) -> dict[str, Any]:
-    return {"key": item.key, "entry": _what(item), "reason": item.reason}
+def _left_out_row(out: hints.RootedOutput, item: LeftOut) -> dict[str, Any]:
+    return {"key": item.key, "entry": _what(item), "reason": out.on_root(item.reason)}
 
 
 def _what(item: LeftOut) -> str:

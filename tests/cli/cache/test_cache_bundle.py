@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 import stand_ins
 import tiny
+from fsspec.registry import known_implementations
 
+from mlactl.cache import locks, trust
 from mlactl.cache.bundle import places
 from mlactl.cache.entry import examine
 from mlactl.cache.store import Store
@@ -240,6 +242,166 @@ print(sorted({{"torch", "cutlass", "numpy", "tvm_ffi", "fsspec", "rich"}} & sys.
     assert done.stdout.splitlines()[-1] == "[]"
 
 
+# ---- roots, hints and refusals
+
+
+@pytest.fixture
+def b12x_root(tmp_path):
+    root = tmp_path / "b12x"
+    (root / "ab").mkdir(parents=True)
+    (root / "ab" / f"{'ab' * 32}.o").write_bytes(b"theirs")
+    return root
+
+
+@pytest.mark.parametrize("words", [("import", "BUNDLE"), ("import", "BUNDLE", "--dry-run"), ("export", "-o", "NEW")], ids=" ".join)
+def test_a_b12x_root_is_nobody_elses(run, bundle, b12x_root, tmp_path, words):
+    places_named = {"BUNDLE": bundle, "NEW": tmp_path / "new"}
+    done = run("cache", *(places_named.get(word, word) for word in words), "--cache-dir", b12x_root)
+    assert (done.code, done.stdout) == (2, "")
+    assert f"error: {b12x_root} is a b12x cache, expected one of mlactl's own" in done.stderr
+    assert [path.name for path in b12x_root.iterdir()] == ["ab"]
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_command_in_a_warning_or_reason_is_for_the_root_that_was_given(run, filled, bundle, tmp_path):
+    stand_ins.quarantine(filled.current)
+    root = filled.current.root
+    elsewhere = {"MLACTL_CACHE_DIR": str(tmp_path / "default")}
+    done = run("cache", "import", bundle, "--cache-dir", root, "--json", env=elsewhere)
+    command = f"mlactl cache rm --cache-dir {root} {filled.current.key[:12]} forgets that"
+    assert f"warning: {filled.current.key[:12]} quarantined: this key was set aside here; {command}" in done.stderr
+    reasons = {entry["key"]: entry["reason"] for entry in done.json["entries"]}
+    assert reasons[filled.current.key] == f"this key was set aside here; {command}"
+
+
+def test_what_is_mended_where_the_bundle_was_made_names_no_root_of_here(run, bundle, tmp_path):
+    bad = tmp_path / "bad"
+    bad.write_bytes(b"nothing of the kind")
+    done = run("cache", "import", bad, "--cache-dir", tmp_path / "node")
+    assert (done.code, done.stderr.splitlines()[-1]) == (1, "hint: make it again where it came from: mlactl cache export -o FILE")
+    done = run("cache", "import", bundle, "--sha256", "beef", "--cache-dir", tmp_path / "node")
+    assert done.stderr.splitlines()[-1] == "hint: cache export printed it where the bundle was made; sha256sum FILE"
+
+
+def test_nothing_selected_hints_the_very_bundle(run, filled, bundle, tmp_path):
+    odd = bundle.rename(tmp_path / "a bundle")
+    done = run("cache", "import", odd, "--kernel", "attention", env=node(tmp_path))
+    assert done.stderr.splitlines()[-1] == f"hint: mlactl cache import '{odd}' --dry-run --json shows what is in it"
+
+
+def test_a_quarantined_key_cannot_be_exported_and_the_hint_says_why(run, filled, tmp_path):
+    stand_ins.quarantine(filled.current)
+    done = run("cache", "export", filled.current.key, "-o", tmp_path / "b")
+    assert done.code == 1
+    assert f"{filled.current.object_path}: quarantined: " in done.stdout
+    assert f"hint: mlactl cache show {filled.current.key[:12]}" in done.stderr
+    assert "--repair" not in done.stderr
+    assert "--partial" not in done.stderr
+
+
+def test_partial_with_nothing_usable_names_what_is_missing(cache, filled, tmp_path):
+    cache.launch = (sys.executable, "-c", PROFILE)
+    words = ("cache", "export", "-o", tmp_path / "b", "--profile", "kimi-k3-tp8-dcp8-bf16", "--arch", "sm_90a", "--partial")
+    done = cache(*words)
+    assert done.code == 1
+    assert [line.partition(": not in ")[0] for line in done.lines] == [
+        "cannot go in: test.tiny 1 dtype=f32 factor=2 for sm_90a",
+        "cannot go in: test.tiny 1 dtype=f32 factor=3 for sm_90a",
+        "2 entries cannot go into the bundle, nothing was written",
+    ]
+    assert done.stderr.splitlines()[-1] == "hint: mlactl warmup --profile kimi-k3-tp8-dcp8-bf16 --arch sm_90a"
+    assert [item["entry"] for item in cache(*words, "--json").json["left_out"]] == [f"test.tiny 1 dtype=f32 factor={n} for sm_90a" for n in (2, 3)]
+
+
+EXPORT_AS_NOBODY = f"""
+import os, sys
+sys.path.insert(0, {str(Path(tiny.__file__).parent)!r})
+import tiny; tiny.register()
+from mlactl.cli.app import main
+# The interpreter may be closed to that user: everything the real run imports is imported here.
+assert main(["cache", "export", "-o", sys.argv[1], "-q"]) == 0
+os.setgroups([]); os.setgid({stand_ins.NOBODY}); os.setuid({stand_ins.NOBODY})
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+@stand_ins.as_root
+def test_a_folder_that_may_not_be_written_is_named_with_its_owner(cache, filled, tmp_path):
+    stand_ins.let_others_read(cache.cache_dir)
+    place = tmp_path / "place"
+    place.mkdir(mode=0o755)
+    cache.launch = (sys.executable, "-c", EXPORT_AS_NOBODY, tmp_path / "warm")
+    done = cache("cache", "export", "-o", place / "b")
+    owner = trust.user_name(os.geteuid())
+    said = [
+        f"error: cannot write the bundle in {place} (owner {owner}, mode 0755): Permission denied",
+        f"hint: ls -ld {place}; mlactl cache export -o FILE puts it into another folder",
+    ]
+    assert (done.code, done.stderr.splitlines()[-2:]) == (2, said)
+
+
+FULL = f"""
+import resource, sys
+sys.path.insert(0, {str(Path(tiny.__file__).parent)!r})
+import tiny; tiny.register()
+from mlactl.cli.app import main
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize("target", ["FILE", "memory://b"])
+def test_where_nothing_more_fits_the_place_and_the_way_out_are_named(cache, filled, tmp_path, target):
+    cache.launch = (sys.executable, "-c", FULL)
+    place, other = tmp_path / "place", tmp_path / "temporaries"
+    place.mkdir(mode=0o700)
+    other.mkdir(mode=0o750)
+    named = place / "b" if target == "FILE" else target
+    done = cache("cache", "export", "-o", named, env={"TMPDIR": str(other)})
+    where, mode, out = (place, "0700", "mlactl cache export -o FILE puts it into another folder")
+    if target != "FILE":
+        where, mode, out = (other, "0750", "TMPDIR=DIR names another folder for temporaries")
+    owner = trust.user_name(os.geteuid())
+    said = [f"error: cannot write the bundle in {where} (owner {owner}, mode {mode}): File too large", f"hint: df -h {where}; {out}"]
+    assert (done.code, done.stderr.splitlines()[-2:]) == (2, said)
+    assert list(place.iterdir()) == list(other.iterdir()) == []
+
+
+def test_delivery_that_fails_names_the_folder(tmp_path):
+    def full(file):
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(CannotRun, match=rf"cannot write the bundle in {tmp_path} \(owner .*\): No space left on device") as raised:
+        places.deliver(str(tmp_path / "b"), full, force=False)
+    assert raised.value.hint.startswith(f"df -h {tmp_path}; ")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_stdout_that_is_full_is_named(cache, filled):
+    with Path("/dev/full").open("wb") as full:
+        done = cache("cache", "export", "-o", "-", stdout=full)
+    assert done.code == 2
+    assert "error: cannot write the bundle to stdout: No space left on device" in done.stderr
+
+
+def test_a_dry_run_of_an_entry_in_use_ends_as_the_import_would(run, filled, bundle):
+    stand_ins.flip_bit(filled.current)
+    with locks.entry_lock(filled.current.layer, filled.current.key, exclusive=False, wait_s=1):
+        dry, real = run("cache", "import", bundle, "--dry-run"), run("cache", "import", bundle)
+    assert (dry.code, real.code) == (2, 2)
+    assert "1 failed" in dry.stdout
+    assert "error: 1 entry could not be imported now; " in dry.stderr
+    assert f"{filled.current.key}.lock is in use by process {os.getpid()}" in dry.stderr
+
+
+def test_a_bundle_is_not_read_from_a_terminal(run, monkeypatch):
+    terminal = io.TextIOWrapper(io.BytesIO())
+    monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys, "stdin", terminal)
+    done = run("cache", "import", "-")
+    assert (done.code, "error: stdin is a terminal, expected a bundle" in done.stderr) == (2, True)
+
+
 # ---- URLs
 
 
@@ -318,6 +480,18 @@ SIGNED = "https://bucket.example/b.tar.zst?X-Amz-Credential=AKIA%2F20260101&X-Am
         ("https://host/b?to=a@secret", "https://host/b"),
         ("https://host/pkg@1/b", "https://host/pkg@1/b"),
         ("simplecache::https://user:secret@host/b?secret", "simplecache::https://host/b"),
+        ("s3://AK:SEC/RETSECRET@bucket/x", "s3://…@bucket/x"),
+        ("s3:///AK:secret@bucket/x", "s3:///bucket/x"),
+        ("http://[secret/x", "http://…"),
+        ("http://user:secret@[::1]:8080/x", "http://[::1]:8080/x"),
+        ("s3:/AK:secret@b/x", "s3:/b/x"),
+        ("s3:AK:secret@b/x", "s3:b/x"),
+        ("s3//AK:secret@b/x", "s3//b/x"),
+        ("s3;//AK:secret@b/x", "s3;//b/x"),
+        ("//AK:secret@b/x", "//b/x"),
+        ("s3:/b/x?sig=secret", "s3:/b/x"),
+        ("out//run@1/x", "out//run@1/x"),
+        ("kimi:1.tar.zst", "kimi:1.tar.zst"),
         (SIGNED, "https://bucket.example/b.tar.zst"),
     ],
 )
@@ -402,3 +576,76 @@ def test_a_url_that_fsspec_refuses_is_named_without_credentials(monkeypatch):
     with pytest.raises(UsageError) as raised, places.source("sftp://user:pa@ss@host/b"):
         pass
     assert raised.value.message == "sftp://host/b: cannot parse sftp://host/b"
+
+
+@pytest.mark.parametrize("command", [("import",), ("export", "-o")], ids=["import", "export"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        "s3://AK:SEC/RETSECRET@bucket/x",
+        "https://h/x#SECRET",
+        "http://[SECRET/x",
+        "ftp://[SECRET/x",
+        "nosuch:///AK:SECRET@b/x",
+        "s3:/AK:SECRET@b/x",
+        "s3:AK:SECRET@b/x",
+        "s3//AK:SECRET@b/x",
+        "s4;//AK:SECRET@b/x",
+        "//AK:SECRET@b/x",
+        "http:/b/x?sig=SECRET",
+    ],
+)
+def test_no_spelling_of_a_url_prints_what_is_secret_in_it(run, tmp_path, monkeypatch, command, where):
+    monkeypatch.chdir(tmp_path)
+    done = run("cache", *command, where)
+    assert done.code in (2, 3)
+    assert "SECRET" not in done.stdout + done.stderr
+    assert list(tmp_path.iterdir()) == [tmp_path / "home"]
+
+
+def test_names_with_colons_are_files(run, filled, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("kimi:1.tar.zst", "./s3:b"):
+        assert run("cache", "export", "-o", name, "-q").code == 0
+        assert run("cache", "import", name, "--dry-run", "-q").code == 0
+
+
+@pytest.mark.parametrize(
+    ("where", "hint"),
+    [
+        ("s3://b/x", "pip install s3fs"),
+        ("https://h/x", "pip install 'fsspec[http]'"),
+        ("simplecache::https://h/x", "pip install 'fsspec[http]'"),
+        ("github://h/x", "pip install requests"),
+        ("webhdfs://h/x", "pip install requests"),
+        ("jlab://h/x", "pip install requests"),
+        ("sftp://h/x", "pip install paramiko"),
+        ("smb://h/x", "pip install 'fsspec[smb]'"),
+        ("dropbox://h/x", "pip install 'fsspec[dropbox]'"),
+        ("libarchive://h/x", "pip install 'fsspec[libarchive]'"),
+        ("adl://h/x", "pip install adlfs"),
+        ("dask://h/x", "pip install 'fsspec[dask]'"),
+        ("asynclocal://h/x", "install what it asks for, or name a local file"),
+    ],
+)
+def test_the_package_of_a_filesystem_is_one_that_there_is(where, hint, monkeypatch):
+    """What fsspec's table says of each filesystem, as fsspec raises it when the import fails."""
+    protocol = where.rpartition("::")[2].partition("://")[0]
+
+    def missing(url):
+        raise ImportError(known_implementations[protocol]["err"])
+
+    monkeypatch.setattr("fsspec.core.url_to_fs", missing)
+    with pytest.raises(EnvironmentUnfit, match=f"{protocol}:// needs a package") as raised, places.source(where):
+        pass
+    assert raised.value.hint == hint
+
+
+def test_what_a_client_says_names_no_package(monkeypatch):
+    def missing(url):
+        raise ImportError("Install the whole thing to use it")
+
+    monkeypatch.setattr("fsspec.core.url_to_fs", missing)
+    with pytest.raises(EnvironmentUnfit) as raised, places.source("s3://b/x"):
+        pass
+    assert raised.value.hint == "install what it asks for, or name a local file"
