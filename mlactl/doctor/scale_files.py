@@ -189,7 +189,10 @@ def _b12x_unjudged(root: Path, file: Named, entries: Sequence[CacheEntry], passe
     """Entries whose facts cannot be had: any of them may be the identity entry that a server lands on."""
     inspect = f"--root-kind b12x --cache-dir {shell_word(root)}"
     if entries:
-        reasons = Counter(f"{entry.status} ({entry.detail})" for entry in entries)
+        # The detail of an unreadable entry names its file; what many share is why it was refused.
+        reasons = Counter(
+            f"{entry.status} ({entry.detail.rpartition(': ')[2] if entry.status == 'unreadable' else entry.detail})" for entry in entries
+        )
         named = ", ".join(f"{number} {reason}" for reason, number in reasons.most_common(2)) + (", …" if len(reasons) > 2 else "")
         owners = [owner for entry in entries for owner in owners_of_closed([entry.object_path.with_suffix(".json")])]
         fixes = [as_owner(owners)] if owners else []

@@ -247,7 +247,7 @@ def test_b12x_entries_of_another_user_cannot_be_judged(root, b12x, tmp_path):
     for key in keys:
         (b12x / key[:2] / f"{key}.json").chmod(0o600)
     let_through(tmp_path)
-    words = f"{b12x}: 2 entries could not be judged for the variants of {path}, which needs the dynamic ones: 2 bad-manifest (Permission denied)"
+    words = f"{b12x}: 2 entries could not be judged for the variants of {path}, which needs the dynamic ones: 2 unreadable (Permission denied)"
     assert as_nobody(lambda: b12x_told(root, b12x, path)) == repr([("warning", "b12x-unjudged", words, AS_OWNER)])
     assert [row[1] for row in b12x_told(root, b12x, path)] == ["b12x-identity-only"], "root reads them"
     (b12x / keys[0][:2] / f"{keys[0]}.json").chmod(0o644)
