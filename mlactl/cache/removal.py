@@ -10,9 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import shlex
-import signal
 import stat
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -22,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from mlactl.cache import listing, locks, trust
 from mlactl.cache.adapter import CacheEntry, RootKind
+from mlactl.cache.interrupts import held_back
 from mlactl.errors import CannotRun, Interrupted
 
 if TYPE_CHECKING:
@@ -233,7 +232,7 @@ def apply(plan: PrunePlan, on_done: Callable[[int], None] = lambda _steps: None)
     done = _Done()
     try:
         for entry in plan.entries:
-            with _undivided():
+            with held_back():  # what is said of an interrupted removal is then true
                 _account(done, entry.key, entry.object_bytes or 0, partial(_remove, form, root, entry))
             on_done(1)
         if plan.locks:
@@ -245,23 +244,6 @@ def apply(plan: PrunePlan, on_done: Callable[[int], None] = lambda _steps: None)
             hint="run the same command again for the rest",
         ) from None
     return PruneResult(tuple(done.removed), done.freed_bytes, tuple(done.skipped), tuple(done.failed), done.locks)
-
-
-@contextmanager
-def _undivided() -> Iterator[None]:
-    """Holds Ctrl-C back until an entry is removed and counted: what is said of an interrupted removal is then true."""
-    handler = signal.getsignal(signal.SIGINT)
-    if not callable(handler) or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    held: list[int] = []
-    signal.signal(signal.SIGINT, lambda number, _frame: held.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        if held:
-            handler(held[0], None)
 
 
 def _format(kind: RootKind) -> Format:

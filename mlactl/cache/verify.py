@@ -19,6 +19,7 @@ from mlactl.cache import key as keys
 from mlactl.cache import locks
 from mlactl.cache import toolchain as toolchains
 from mlactl.cache.entry import examine
+from mlactl.cache.interrupts import held_back
 from mlactl.cache.manifest import Manifest
 from mlactl.cache.reading import out_of_reach
 from mlactl.cache.roots import Roots
@@ -139,7 +140,8 @@ def repair(store: Store, bad: Iterable[Entry], on_done: OnDone = _ignore, compil
     outcomes: list[RepairOutcome] = []
     try:
         for entry in bad:
-            outcomes.append(_repair(alone, entry, compiler))
+            with held_back():
+                outcomes.append(_repair(alone, entry, compiler))
             on_done(1)
     except KeyboardInterrupt:
         rebuilt = sum(outcome.outcome is Repair.REBUILT for outcome in outcomes)
@@ -198,7 +200,8 @@ def reproduce(entries: Iterable[Entry], on_done: OnDone = _ignore, compiler: Com
     results: list[Reproduction] = []
     try:
         for entry in entries:
-            results.append(_reproduce(entry, compiler))
+            with held_back():
+                results.append(_reproduce(entry, compiler))
             on_done(1)
     except KeyboardInterrupt:
         raise Interrupted(f"interrupted: {len(results)} entries were compiled and compared, nothing was changed") from None

@@ -207,7 +207,7 @@ def test_what_cannot_be_rebuilt_is_left_and_named(store, prebuilt, publish):
     assert outcomes[sources.key].reason == "built from other sources_digest"
     assert "toolchain.distributions.nvidia-cutlass-dsl" in outcomes[tools.key].reason
     assert outcomes[lost.key].reason == "no manifest says what it was compiled from"
-    assert outcomes[aside.key].reason == "it is quarantined"
+    assert outcomes[aside.key].reason == "it is quarantined, which a repair does not undo"
     assert {path: path.read_bytes() for path in store.roots.writable.path.rglob("*") if path.is_file()} == before
 
 

@@ -82,10 +82,10 @@ def test_ls_filters(cache, filled):
         (("--arch", "sm_121a", "--arch", "sm_90a"), ["sm_121a"]),
         (("--arch", "sm_90a"), []),
         (("--status", "ok", "--status", "temp", "--arch", "sm_121a"), ["sm_121a"]),
-        (("--status", "digest"), []),
+        (("--status", "size"), []),
     ):
         assert sorted(cache("cache", "ls", "-q", *options).lines) == sorted(getattr(filled, name).key for name in names), options
-    nothing = cache("cache", "ls", "--status", "digest")
+    nothing = cache("cache", "ls", "--status", "size")
     assert (nothing.code, nothing.stdout) == (0, "")
     assert nothing.stderr == "0 entries\nhint: nothing matched; the cache has test.tiny 0, test.tiny 1, test.tiny 2\n"
 
