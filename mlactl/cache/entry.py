@@ -144,18 +144,24 @@ def shallow(layer: Layer, bucket: str, key: str, *, manifest: bool, quarantined:
     return Entry(key, layer, found, Status.OK, "", object_bytes, last_used)
 
 
+def check_bytes(data: bytes, size_bytes: int, sha256: str) -> tuple[Status, str]:
+    """Status of an object's bytes against the size and digest that its manifest records."""
+    if len(data) != size_bytes:
+        return Status.SIZE, f"{len(data)} bytes, expected {size_bytes}"
+    digest = hashlib.sha256(data).hexdigest()
+    if digest != sha256:
+        return Status.DIGEST, f"SHA-256 {digest}, expected {sha256}"
+    return Status.OK, ""
+
+
 def check_object(manifest: Manifest, data: bytes, *, digests_only: bool = False) -> tuple[Status, str]:
     """Status of an object's bytes against its manifest, and what was found and expected when it is not ok.
 
     Size and SHA-256, then (unless `digests_only`) what the ELF says: host and device arch, exported symbol, signature.
     """
-    if len(data) != manifest.object_bytes:
-        return Status.SIZE, f"{len(data)} bytes, expected {manifest.object_bytes}"
-    digest = hashlib.sha256(data).hexdigest()
-    if digest != manifest.object_sha256:
-        return Status.DIGEST, f"SHA-256 {digest}, expected {manifest.object_sha256}"
-    if digests_only:
-        return Status.OK, ""
+    status, detail = check_bytes(data, manifest.object_bytes, manifest.object_sha256)
+    if status is not Status.OK or digests_only:
+        return status, detail
     from mlactl.cache import elf
 
     try:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import hashlib
 import os
 import re
 import stat
@@ -20,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from mlactl.cache import elf, locks, trust
-from mlactl.cache.entry import Status, status_of_part
+from mlactl.cache.entry import Status, check_bytes, status_of_part
 from mlactl.cache.foreign.b12x import manifest as manifests
 from mlactl.cache.foreign.b12x.manifest import Document, Manifest, Rejected
 from mlactl.cache.manifest import MAX_OBJECT_BYTES
@@ -381,13 +380,9 @@ def object_went_back(entry: Entry) -> bool:
 
 def check_object(key: str, manifest: Manifest, data: bytes, *, digests_only: bool = False) -> tuple[Status, str]:
     """Status of an object's bytes against its manifest, and what was found and expected when it is not ok."""
-    if len(data) != manifest.object_bytes:
-        return Status.SIZE, f"{len(data)} bytes, expected {manifest.object_bytes}"
-    digest = hashlib.sha256(data).hexdigest()
-    if digest != manifest.object_sha256:
-        return Status.DIGEST, f"SHA-256 {digest}, expected {manifest.object_sha256}"
-    if digests_only:
-        return Status.OK, ""
+    status, detail = check_bytes(data, manifest.object_bytes, manifest.object_sha256)
+    if status is not Status.OK or digests_only:
+        return status, detail
     try:
         found = elf.identify_foreign(data)
     except elf.BadElf as error:
