@@ -31,9 +31,11 @@ def built_specs() -> Iterator[object]:
     from mlactl.kernels.spec import CompileSpec
 
     for kernel in KERNELS.values():
-        values = [kernel.built.get(fact.name, fact.allowed) for fact in kernel.facts]
-        for chosen in itertools.product(*values):
-            spec = CompileSpec.of(kernel.kernel_id, kernel.version, zip([fact.name for fact in kernel.facts], chosen, strict=True))
+        for chosen in itertools.product(*(fact.allowed for fact in kernel.facts)):
+            facts = dict(zip((fact.name for fact in kernel.facts), chosen, strict=True))
+            if any(each.facts.items() <= facts.items() for each in kernel.exclusions):
+                continue
+            spec = CompileSpec.of(kernel.kernel_id, kernel.version, facts.items())
             if not_built(spec) is None:
                 yield spec
 

@@ -15,7 +15,7 @@ import re
 import struct
 from dataclasses import dataclass
 from io import BytesIO
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 ELF_MAGIC = b"\x7fELF"
 FUNCTION_PREFIX = b"__tvm_ffi_"
@@ -34,7 +34,7 @@ MAX_SIGNATURE_BYTES = 65_536
 MAX_CUBINS = 16
 
 _HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
-_SECTION = struct.Struct("<IIQQQQIIQQ")
+_SECTION = struct.Struct("<IIQ8xQQI4x8x8x")  # without address, info, alignment and entry size
 _SYMBOL = struct.Struct("<IBBHQQ")
 _NOTE_ARCH = re.compile(rb"-arch[ =](sm_([0-9]{2,3})[a-z]?)(?![0-9A-Za-z_])")
 
@@ -93,17 +93,8 @@ class ObjectFacts:
     kernels: tuple[KernelResources, ...]
 
 
-class _Section(NamedTuple):
-    name_at: int
-    kind: int
-    flags: int
-    address: int
-    offset: int
-    size: int
-    link: int
-    info: int
-    align: int
-    entry_size: int
+_Section: TypeAlias = tuple[int, int, int, int, int, int]
+"""Place of its name, type, flags, offset, size and link, as they come: verify reads millions, and names for the fields cost as much again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +103,7 @@ class _Elf:
     machine: int
     flags: int
     abi: int
-    sections: tuple[_Section, ...]
+    sections: list[_Section]
     names: bytes
     size: int
 
@@ -132,8 +123,8 @@ def identify(data: bytes | memoryview) -> ObjectIdentity:
     symbols = _exported(data, host)
     if not symbols:
         raise BadElf("exports no TVM-FFI function", "symbol")
-    signature = _signature(data)
     at, cubin = _only_cubin(data)
+    signature = _signature(data, at, at + cubin.size)
     view = memoryview(data)[at : at + cubin.size]
     return ObjectIdentity(symbols, signature, _arch(view, cubin), machine, view)
 
@@ -178,20 +169,19 @@ def _read_elf(data: bytes, at: int, part: str) -> _Elf:
         raise BadElf("not a 64-bit little-endian ELF", part)
     if entry != _SECTION.size or not 0 < count <= MAX_SECTIONS or table + count * entry > room or names_index >= count:
         raise BadElf(f"its section table ({count} entries of {entry} bytes at {table}) does not fit {room} bytes: cut short or damaged", part)
-    rows = list(_SECTION.iter_unpack(memoryview(data)[at + table : at + table + count * entry]))
-    sections = tuple([tuple.__new__(_Section, row) for row in rows])  # `_make` takes four times as long, and verify reads millions
+    sections = list(_SECTION.iter_unpack(memoryview(data)[at + table : at + table + count * entry]))
     # A cubin has its program headers last.
     end = max(table + count * entry, segments + segment_count * segment)
     if end > room:
         raise BadElf(f"its program headers end at byte {end} of {room}: cut short or damaged", part)
-    last = max([section[4] + section[5] for section in rows if section[1] not in (0, SHT_NOBITS)], default=0)
+    last = max([offset + size for _, kind, _, offset, size, _ in sections if kind not in (0, SHT_NOBITS)], default=0)
     if last > room:
         raise BadElf(f"a section ends at byte {last} of {room}: cut short or damaged", part)
     end = max(end, last)
-    names = sections[names_index]
-    if names.kind != SHT_STRTAB:
+    _, names_kind, _, offset, size, _ = sections[names_index]
+    if names_kind != SHT_STRTAB:
         raise BadElf("its section names are no string table", part)
-    return _Elf(kind, machine, flags, ident[8], sections, data[at + names.offset : at + names.offset + names.size], end)
+    return _Elf(kind, machine, flags, ident[8], sections, data[at + offset : at + offset + size], end)
 
 
 def _host(data: bytes) -> tuple[_Elf, str]:
@@ -222,13 +212,14 @@ def _exported(data: bytes, host: _Elf) -> tuple[str, ...]:
 def _defined(data: bytes, host: _Elf, prefix: bytes = b"") -> list[bytes]:
     """Names of defined symbols that start so and are bound GLOBAL or WEAK: in .dynsym of a linked object, in .symtab of a relocatable one."""
     kind = SHT_DYNSYM if host.kind == ET_DYN else SHT_SYMTAB
-    table = next((section for section in host.sections if section.kind == kind), None)
-    if table is None or table.size % _SYMBOL.size or table.link >= len(host.sections) or host.sections[table.link].kind != SHT_STRTAB:
+    table = next(((offset, size, link) for _, this, _, offset, size, link in host.sections if this == kind), None)
+    if table is None or table[1] % _SYMBOL.size or table[2] >= len(host.sections) or host.sections[table[2]][1] != SHT_STRTAB:
         raise BadElf("has no readable table of exported symbols", "symbol")
-    strings = host.sections[table.link]
-    names = data[strings.offset : strings.offset + strings.size]
+    at, size, link = table
+    _, _, _, names_at, names_size, _ = host.sections[link]
+    names = data[names_at : names_at + names_size]
     found = []
-    for name_at, info, _, section, _, _ in _SYMBOL.iter_unpack(memoryview(data)[table.offset : table.offset + table.size]):
+    for name_at, info, _, section, _, _ in _SYMBOL.iter_unpack(memoryview(data)[at : at + size]):
         if section and info >> 4 and names.startswith(prefix, name_at):
             found.append(_string(names, name_at))
     return found
@@ -252,13 +243,13 @@ def sections(cubin: bytes | memoryview) -> dict[str, bytes]:
     data = bytes(cubin)
     elf = _read_elf(data, 0, "cubin")
     found: dict[str, bytes] = {}
-    for section in elf.sections:
-        if section.kind in (0, SHT_NOBITS):
+    for name_at, kind, _, offset, size, _ in elf.sections:
+        if kind in (0, SHT_NOBITS):
             continue
-        name = _string(elf.names, section.name_at).decode(errors="backslashreplace")
+        name = _string(elf.names, name_at).decode(errors="backslashreplace")
         if name in found:
             raise BadElf(f"two sections {name[:80]}", "cubin")
-        found[name] = data[section.offset : section.offset + section.size]
+        found[name] = data[offset : offset + size]
     return found
 
 
@@ -272,20 +263,21 @@ def _text(raw: bytes, part: str) -> str:
     return text
 
 
-def _signature(data: bytes) -> str:
-    """The function's signature as its error texts spell it; the same in each of them."""
+def _signature(data: bytes, cubin_begin: int, cubin_end: int) -> str:
+    """The function's signature as its error texts spell it; the same in each of them. They are host code's: the cubin is passed over."""
     found: str | None = None
-    at = data.find(SIGNATURE_MARK)
-    while at >= 0:
-        start = at + len(SIGNATURE_MARK)
-        end = data.find(b"`", start, start + MAX_SIGNATURE_BYTES)
-        if end < 0:
-            raise BadElf("its signature has no end", "signature")
-        text = _text(data[start:end], "signature")
-        if found is not None and text != found:
-            raise BadElf("two different signatures in one object", "signature")
-        found = text
-        at = data.find(SIGNATURE_MARK, end)
+    for begin, end in ((0, cubin_begin), (cubin_end, len(data))):
+        at = data.find(SIGNATURE_MARK, begin, end)
+        while at >= 0:
+            start = at + len(SIGNATURE_MARK)
+            stop = data.find(b"`", start, min(start + MAX_SIGNATURE_BYTES, end))
+            if stop < 0:
+                raise BadElf("its signature has no end", "signature")
+            text = _text(data[start:stop], "signature")
+            if found is not None and text != found:
+                raise BadElf("two different signatures in one object", "signature")
+            found = text
+            at = data.find(SIGNATURE_MARK, stop, end)
     if found is None:
         raise BadElf("holds no signature text", "signature")
     return found
@@ -324,9 +316,9 @@ def _arch(cubin: memoryview, elf: _Elf) -> str:
     on the number, or there is no note, the flags' number alone is the answer and fits no arch that objects are made for.
     """
     number = elf.flags >> 8 & 0xFF if elf.abi >= 8 else elf.flags & 0xFF
-    for section in elf.sections:
-        if section.kind == SHT_NOTE and _string(elf.names, section.name_at) == b".note.nv.tkinfo":
-            match = _NOTE_ARCH.search(cubin[section.offset : section.offset + section.size])
+    for name_at, kind, _, offset, size, _ in elf.sections:
+        if kind == SHT_NOTE and _string(elf.names, name_at) == b".note.nv.tkinfo":
+            match = _NOTE_ARCH.search(cubin[offset : offset + size])
             if match and int(match[2]) == number:
                 return match[1].decode()
     return f"sm_{number}"
@@ -336,7 +328,7 @@ def resources(cubin: bytes | memoryview) -> tuple[KernelResources, ...]:
     """Resources of each kernel in a device ELF, in order of name; raises BadElf."""
     data = bytes(cubin)
     elf = _read_elf(data, 0, "cubin")
-    if any(section.flags & SHF_COMPRESSED for section in elf.sections):  # pyelftools would unpack them, however large
+    if any(flags & SHF_COMPRESSED for _, _, flags, _, _, _ in elf.sections):  # pyelftools would unpack them, however large
         raise BadElf("compressed sections in the device ELF", "cubin")
     from elftools.elf.elffile import ELFFile
 

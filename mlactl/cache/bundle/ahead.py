@@ -1,8 +1,7 @@
-"""Work on many entries in a few threads: unpacking, hashing and writing files run without the interpreter."""
+"""Work on many entries in another thread: writing files runs without the interpreter."""
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future
@@ -12,11 +11,6 @@ T = TypeVar("T")
 
 MAX_BYTES = 32 << 20
 """What entries that are under way may hold together; more than that has the next one wait."""
-
-
-def workers() -> int:
-    """How many threads check entries here; more would wait for the interpreter, which takes half of the work."""
-    return min(2, len(os.sched_getaffinity(0)))
 
 
 def in_order(pool: Executor, jobs: Iterable[tuple[int, Callable[[], T]]], ahead: int) -> Iterator[T]:

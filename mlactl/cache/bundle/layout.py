@@ -141,11 +141,17 @@ def parse(data: bytes) -> Listing:
     return listing
 
 
+_BEFORE_SIZE = f"{0o644:07o}\0{0:07o}\0{0:07o}\0".encode()
+_AFTER_SUM = b"0" + bytes(100) + b"ustar\x0000" + bytes(247)
+_FIXED_SUM = sum(_BEFORE_SIZE) + sum(_AFTER_SUM) + 8 * ord(" ")
+
+
 def header(name: str, size: int) -> bytes:
     """The tar header block of a member: POSIX ustar, a regular file of mode 0644 without owner, group or time."""
-    fields = (f"{0o644:07o}\0{0:07o}\0{0:07o}\0{size:011o}\0{0:011o}\0".encode(), b"0" + bytes(100) + b"ustar\x0000" + bytes(247))
-    block = name.encode("ascii").ljust(100, b"\0") + fields[0] + b" " * 8 + fields[1]
-    return block[:148] + f"{sum(block):06o}\0 ".encode() + block[156:]
+    title, numbers = name.encode("ascii"), f"{size:011o}\0{0:011o}\0".encode()
+    # The sum counts its own field as spaces.
+    total = _FIXED_SUM + sum(title) + sum(numbers)
+    return b"".join((title.ljust(100, b"\0"), _BEFORE_SIZE, numbers, f"{total:06o}\0 ".encode(), _AFTER_SUM))
 
 
 def padding(size: int) -> bytes:

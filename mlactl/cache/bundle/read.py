@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import BinaryIO
 
-from mlactl.cache.bundle import ahead, layout
+from mlactl.cache.bundle import layout
 from mlactl.cache.bundle.frames import Frames
 from mlactl.cache.bundle.layout import BadBundle, EntryRow, Listing
 from mlactl.cache.bundle.packages import required
 from mlactl.cache.entry import check_object
 from mlactl.cache.manifest import BadManifest, Manifest, parse
 from mlactl.cache.toolchain import Toolchain
-
-_CHECKS_AHEAD = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,27 +46,20 @@ class Bundle:
         return self._frames.compressed_bytes
 
     def entries(self) -> Iterator[Checked]:
-        """Every entry in the order of the list, checked while the next ones are unpacked.
-
-        Only when this has come to its end is the bundle known to be good.
-        """
+        """Every entry in the order of the list, checked; only when this has come to its end is the bundle known to be good."""
         toolchains: dict[Toolchain, None] = {}
         self._frames.begin()
-        with ThreadPoolExecutor(ahead.workers()) as pool:
-            for checked in ahead.in_order(pool, self._checks(), _CHECKS_AHEAD):
-                toolchains[checked.manifest.toolchain] = None
-                yield checked
+        # One after the other: two threads that check wait for the interpreter more than for the digests, and were slower.
+        for row in self.listing.entries:
+            text, data = (self._member(file.name, file.size) for file in row.files)
+            checked = _check(row, text, data)
+            toolchains[checked.manifest.toolchain] = None
+            yield checked
         if self._frames.read(len(layout.END)) != layout.END:
             raise BadBundle(f"a member that {layout.LISTING_NAME} does not list follows the last entry")
         self._frames.finish()
         if required(toolchains) != self.listing.requires:
             raise BadBundle(f"{layout.LISTING_NAME} requires other packages than its entries do")
-
-    def _checks(self) -> Iterator[tuple[int, Callable[[], Checked]]]:
-        """What checks each entry, its members unpacked."""
-        for row in self.listing.entries:
-            text, data = (self._member(file.name, file.size) for file in row.files)
-            yield len(text) + len(data), partial(_check, row, text, data)
 
     def _read_listing(self) -> tuple[Listing, str]:
         self._frames.begin()

@@ -68,7 +68,7 @@ def pack(
         rows, packed, left_out = [], [], []
         trusted_folders: set[str] = set()
         # How many workers there are does not change the bytes, only whether there are any.
-        with _compressor(min(4, max(1, len(os.sched_getaffinity(0))))).stream_writer(body, closefd=False) as stream:
+        with _compressor(min(4, max(1, len(os.sched_getaffinity(0)) - 1))).stream_writer(body, closefd=False) as stream:
             for key in sorted(set(keys)):
                 found = _read(store, key, trusted_folders, on_wait)
                 if isinstance(found, LeftOut):
@@ -76,10 +76,10 @@ def pack(
                 else:
                     manifest, text, data = found
                     row = layout.row(manifest, hashlib.sha256(text).hexdigest(), len(text))
-                    for file, content in zip(row.files, (text, data), strict=True):
-                        stream.write(layout.header(file.name, file.size))
-                        stream.write(content)
-                        stream.write(layout.padding(file.size))
+                    heads = [layout.header(file.name, file.size) for file in row.files]
+                    stream.write(b"".join((heads[0], text, layout.padding(len(text)), heads[1])))
+                    stream.write(data)
+                    stream.write(layout.padding(len(data)))
                     rows.append(row)
                     packed.append(manifest)
                 on_entry()
