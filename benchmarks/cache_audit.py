@@ -33,7 +33,7 @@ def cubins(root: Path, folder: Path) -> list[Path]:
     for entry in Store.open(str(root)).entries():
         if entry.manifest is not None and claims_of(entry.manifest.spec, RootKind.MLACTL, bundled()):
             paths.append(folder / f"{entry.key}.cubin")
-            paths[-1].write_bytes(device_code(entry.object_path.read_bytes())[1])
+            paths[-1].write_bytes(device_code(entry.object_path.read_bytes()))
     return paths
 
 

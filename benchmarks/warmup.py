@@ -10,14 +10,12 @@ when two workers take more than 0.7 of the time of one, or a second warmup twice
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 
 from cache_arms import measure, mlactl, report
 
@@ -25,28 +23,14 @@ OBJECTS = 16
 PROFILE = "kimi-k3-tp8-dcp8-bf16"
 
 
-def built_specs() -> Iterator[object]:
-    """Every spec that this release can compile."""
-    from mlactl.kernels.registry import KERNELS, not_built
-    from mlactl.kernels.spec import CompileSpec
-
-    for kernel in KERNELS.values():
-        for chosen in itertools.product(*(fact.allowed for fact in kernel.facts)):
-            facts = dict(zip((fact.name for fact in kernel.facts), chosen, strict=True))
-            if any(each.facts.items() <= facts.items() for each in kernel.exclusions):
-                continue
-            spec = CompileSpec.of(kernel.kernel_id, kernel.version, facts.items())
-            if not_built(spec) is None:
-                yield spec
-
-
 def compile_all(jobs: int, root: str) -> int:
     """One arm: compiles the 16 objects into `root`; a process that does only this."""
+    from mlactl.kernels.registry import KERNELS
     from mlactl.kernels.spec import ARCHES
     from mlactl.warmup.plan import MISSING, Item
     from mlactl.warmup.pool import compile_missing
 
-    specs = list(built_specs())
+    specs = [spec for kernel in KERNELS.values() for spec in kernel.built_specs()]
     items = [Item(spec, arch, None, MISSING, None) for arch in ARCHES for spec in specs][:OBJECTS]
     assert len(items) == OBJECTS, f"{len(specs)} built specs on {len(ARCHES)} arches are fewer than {OBJECTS} objects"
     result = compile_missing(items, jobs=jobs, cache_dir=root, shared=False)

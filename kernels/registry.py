@@ -8,6 +8,7 @@ Versions are this project's own numbering; those of other tools' caches are neve
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,6 +63,10 @@ class Exclusion:
     facts: Mapping[str, FactValue]
     reason: str
 
+    def covers(self, facts: Mapping[str, FactValue]) -> bool:
+        """Whether a spec of these facts is refused."""
+        return self.facts.items() <= facts.items()
+
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
@@ -86,6 +91,14 @@ class Kernel:
         spec = CompileSpec.of(self.kernel_id, self.version, facts)
         validate(spec)
         return spec
+
+    def built_specs(self) -> list[CompileSpec]:
+        """Every spec of the current version that can be compiled; none while the code is not written."""
+        if self.builder is None:
+            return []
+        values = [self.built.get(fact.name, fact.allowed) for fact in self.facts]
+        chosen = [dict(zip((fact.name for fact in self.facts), each, strict=True)) for each in itertools.product(*values)]
+        return [self.spec(**facts) for facts in chosen if not any(exclusion.covers(facts) for exclusion in self.exclusions)]
 
 
 INFRASTRUCTURE = ("__init__.py", "mla/__init__.py", "compiler.py", "errors.py", "registry.py", "spec.py")
@@ -268,7 +281,7 @@ def validate(spec: CompileSpec) -> Kernel:
         if type(value) is not fact.kind or value not in fact.allowed:
             raise SpecError(f"{spec.kernel_id} {spec.version}: {fact.name}={value!r} is not one of {list(fact.allowed)}")
     for exclusion in declared.exclusions:
-        if all(spec.fact(name) == value for name, value in exclusion.facts.items()):
+        if exclusion.covers(dict(spec.facts)):
             pairs = " and ".join(f"{name}={value}" for name, value in exclusion.facts.items())
             raise SpecError(f"{spec.kernel_id} {spec.version}: {pairs}: {exclusion.reason}")
     return declared

@@ -319,7 +319,7 @@ def read_code(adapter: CacheAdapter, entry: CacheEntry, claim: Claim, tool: Path
         digest = hashlib.sha256(data).hexdigest()
         if entry.manifest is None or digest != entry.manifest.object_sha256:
             raise _Untold(f"its object changed while it was audited: its SHA-256 is {digest} now")
-        cubin = device_code(data)[1]
+        cubin = device_code(data)
         kernels = kernel_parameters(cubin)
         if len(kernels) != 1:
             raise _Untold(f"its cubin has {len(kernels)} kernels, expected the one that the facts are about")

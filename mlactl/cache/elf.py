@@ -116,9 +116,7 @@ def inspect(data: bytes | memoryview) -> ObjectFacts:
 
 def identify(data: bytes | memoryview) -> ObjectIdentity:
     """An object's exported functions, signature, arch and cubin, about 0.1 ms; raises BadElf."""
-    if len(data) > MAX_OBJECT_BYTES:
-        raise BadElf(f"{len(data)} bytes, more than the {MAX_OBJECT_BYTES} an object can have")
-    data = bytes(data)
+    data = _bounded(data)
     host, machine = _host(data)
     symbols = _exported(data, host)
     if not symbols:
@@ -141,9 +139,7 @@ class ForeignIdentity:
 
 def identify_foreign(data: bytes | memoryview) -> ForeignIdentity:
     """As `identify`, for objects of any calling convention: several device ELFs are fine as long as they are for one arch. Raises BadElf."""
-    if len(data) > MAX_OBJECT_BYTES:
-        raise BadElf(f"{len(data)} bytes, more than the {MAX_OBJECT_BYTES} an object can have")
-    data = bytes(data)
+    data = _bounded(data)
     host, machine = _host(data)
     found = _cubins(data)
     if not found:
@@ -182,6 +178,12 @@ def _read_elf(data: bytes, at: int, part: str) -> _Elf:
     if names_kind != SHT_STRTAB:
         raise BadElf("its section names are no string table", part)
     return _Elf(kind, machine, flags, ident[8], sections, data[at + offset : at + offset + size], end)
+
+
+def _bounded(data: bytes | memoryview) -> bytes:
+    if len(data) > MAX_OBJECT_BYTES:
+        raise BadElf(f"{len(data)} bytes, more than the {MAX_OBJECT_BYTES} an object can have")
+    return bytes(data)
 
 
 def _host(data: bytes) -> tuple[_Elf, str]:
@@ -225,17 +227,12 @@ def _defined(data: bytes, host: _Elf, prefix: bytes = b"") -> list[bytes]:
     return found
 
 
-def device_code(data: bytes | memoryview) -> tuple[str, memoryview]:
-    """Arch and cubin of any relocatable or shared object with one device ELF inside, whichever tool exported it; raises BadElf."""
-    if len(data) > MAX_OBJECT_BYTES:
-        raise BadElf(f"{len(data)} bytes, more than the {MAX_OBJECT_BYTES} an object can have")
-    data = bytes(data)
-    host = _read_elf(data, 0, "object")
-    if host.machine not in HOST_MACHINES or host.kind not in (ET_REL, ET_DYN):
-        raise BadElf(f"an ELF of machine {host.machine} and type {host.kind}, expected an x86-64 or AArch64 object")
+def device_code(data: bytes | memoryview) -> memoryview:
+    """Cubin of any relocatable or shared object with one device ELF inside, whichever tool exported it; raises BadElf."""
+    data = _bounded(data)
+    _host(data)
     at, cubin = _only_cubin(data)
-    view = memoryview(data)[at : at + cubin.size]
-    return _arch(view, cubin), view
+    return memoryview(data)[at : at + cubin.size]
 
 
 def sections(cubin: bytes | memoryview) -> dict[str, bytes]:

@@ -31,8 +31,8 @@ from mlactl.errors import CannotRun
 ROOT_LOCK = "root.lock"
 IMPORT_LOCK = "import.lock"
 LOCK_SUFFIX = ".lock"
-_BUCKET = re.compile(r"[0-9a-f]{2}")
-_LOCK_FILE = re.compile(r"[0-9a-f]{64}[.]lock")
+BUCKET = re.compile(r"[0-9a-f]{2}")
+LOCK_FILE = re.compile(r"[0-9a-f]{64}[.]lock")
 
 _ROOT_WAIT_S = 10.0
 """The root's lock is held exclusively for seconds at most, so whoever would not wait for an entry's waits for that."""
@@ -148,8 +148,8 @@ def lock_files(layer: Layer) -> list[str]:
         return []
     found = []
     for bucket in _items(layer.folder()):
-        if _BUCKET.fullmatch(bucket.name) and bucket.is_dir(follow_symlinks=False):
-            names = [file.name for file in _items(bucket.path) if _LOCK_FILE.fullmatch(file.name) and file.is_file(follow_symlinks=False)]
+        if BUCKET.fullmatch(bucket.name) and bucket.is_dir(follow_symlinks=False):
+            names = [file.name for file in _items(bucket.path) if LOCK_FILE.fullmatch(file.name) and file.is_file(follow_symlinks=False)]
             found += [f"{LAYOUT}/{bucket.name}/{name}" for name in names if name.startswith(bucket.name)]
     return found
 

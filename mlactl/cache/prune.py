@@ -150,9 +150,7 @@ def stale_judge() -> Judge:
 
 # ---- apply
 
-_BUCKET = re.compile(r"[0-9a-f]{2}")
 _NAME = re.compile(r"[0-9a-f]{64}[.][A-Za-z0-9_.-]{1,100}")
-_LOCK = re.compile(r"[0-9a-f]{64}[.]lock")
 
 
 class OwnFormat:
@@ -162,7 +160,7 @@ class OwnFormat:
         """The entry's bucket."""
         bucket = f"{LAYOUT}/{planned.key[:2]}"
         names = [file.path.removeprefix(f"{bucket}/") for file in planned.files]
-        sound = all(_NAME.fullmatch(name) and name.startswith(f"{planned.key}.") and not _LOCK.fullmatch(name) for name in names)
+        sound = all(_NAME.fullmatch(name) and name.startswith(f"{planned.key}.") and not locks.LOCK_FILE.fullmatch(name) for name in names)
         return bucket if sound else None
 
     def locked(self, root: Path, folder: int, planned: PlannedEntry) -> AbstractContextManager[object]:
@@ -175,7 +173,7 @@ class OwnFormat:
         with locks.root_lock(Layer(root, writable=True), exclusive=True, wait_s=0.0):
             for path in paths:
                 _, bucket, name = path.split("/")
-                if not (_BUCKET.fullmatch(bucket) and _LOCK.fullmatch(name)):
+                if not (locks.BUCKET.fullmatch(bucket) and locks.LOCK_FILE.fullmatch(name)):
                     continue
                 with folder_inside(root, f"{LAYOUT}/{bucket}") as folder:
                     if folder is not None and exists_in(folder, name):

@@ -45,6 +45,8 @@ def put_back(entry: Entry) -> None:
         now = read_entry(entry.layer, entry.key)
         if now is None or now.status is not Status.QUARANTINED:
             raise CannotRun(f"{entry.key} is not quarantined: it is {now.status if now else 'gone'}", hint="mlactl cache ls --status quarantined")
+        if now.manifest != entry.manifest:
+            raise CannotRun(f"{entry.key} is not the entry that was looked at: it is another one by now", hint=f"mlactl cache audit {entry.key}")
         checked = in_place(now)
         if checked.status is not Status.OK:
             raise CannotRun(

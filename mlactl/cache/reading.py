@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import stat
 
@@ -66,3 +67,23 @@ def out_of_reach(path: str | os.PathLike[str]) -> OSError | None:
 def not_regular(mode: int) -> str:
     """What stands in a file's place: `not a regular file but a FIFO`."""
     return f"not a regular file but {locks.kind_of(mode)}"
+
+
+def lock_holder(path: str) -> str | None:
+    """Who holds a lock file right now, in words; None when nobody does, or it cannot be told."""
+    try:
+        fd = os.open(path, READ_FLAGS)
+    except OSError:
+        return None
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            return None
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        pids = locks.lockers(fd)
+        return f"{path} is held by {f'process {pids[0]}' if pids else 'another process'}"
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
+    return None

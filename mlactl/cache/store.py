@@ -16,6 +16,7 @@ from mlactl.cache import locks, trust
 from mlactl.cache import toolchain as toolchains
 from mlactl.cache.entry import Entry, RejectedObject, Status, linked, read_checked, read_entry, shallow
 from mlactl.cache.key import KeyInputs, inputs_for
+from mlactl.cache.manifest import Manifest
 from mlactl.cache.prefix import entry_of
 from mlactl.cache.roots import Layer, Roots, resolve
 from mlactl.cache.toolchain import Toolchain
@@ -235,13 +236,21 @@ def _masked(entry: Entry, aside: list[Entry]) -> Entry:
     """An entry as quarantined when its very object is among those that other layers have set aside."""
     if entry.status is Status.QUARANTINED:
         return entry
+    other = convicting(aside, entry.manifest)
+    if other is None:
+        return entry
+    detail = f"this very object is set aside in {other.root}: mlactl cache show {entry.key} says what speaks against it"
+    if other.manifest is None:
+        detail = f"this key is set aside in {other.root} with a manifest that cannot be read, so nothing says which object was convicted"
+    return msgspec.structs.replace(entry, status=Status.QUARANTINED, detail=detail)
+
+
+def convicting(aside: Iterable[Entry], manifest: Manifest | None) -> Entry | None:
+    """The quarantined entry by which the object of this manifest is convicted too: of the same object, or of one that nobody can tell."""
     for other in aside:
-        if other.manifest is None or entry.manifest is None or other.manifest.object_sha256 == entry.manifest.object_sha256:
-            detail = f"this very object is set aside in {other.root}: mlactl cache show {entry.key} says what speaks against it"
-            if other.manifest is None:
-                detail = f"this key is set aside in {other.root} with a manifest that cannot be read, so nothing says which object was convicted"
-            return msgspec.structs.replace(entry, status=Status.QUARANTINED, detail=detail)
-    return entry
+        if other.manifest is None or manifest is None or other.manifest.object_sha256 == manifest.object_sha256:
+            return other
+    return None
 
 
 def _not_followed(link: str) -> str:

@@ -75,4 +75,11 @@ def _progress(out: Output, work: Work) -> Iterator[Callable[[int], None]]:
         yield lambda _: None
         return
     with out.progress("comparing", total // _MIB, "MiB") as task:
-        yield lambda size: task.advance(size // _MIB)
+        done = 0
+
+        def advance(size: int) -> None:
+            nonlocal done
+            task.advance((done + size) // _MIB - done // _MIB)
+            done += size
+
+        yield advance

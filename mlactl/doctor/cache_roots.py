@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import stat
 from collections import Counter
@@ -11,14 +10,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlactl.cache import locks, publish, roots, trust
+from mlactl.cache import locks, roots, trust
 from mlactl.cache.bundle.merge import SPOOL
 from mlactl.cache.foreign.b12x import roots as b12x
+from mlactl.cache.reading import lock_holder
 from mlactl.cache.roots import Layer
 from mlactl.cache.store import Entry, Status
 from mlactl.doctor.findings import Finding, Severity, counted
 from mlactl.doctor.situation import LayerEntries, Situation, as_owner
-from mlactl.errors import MlactlError
 from mlactl.printable import shell_word
 
 LOW_BYTES, FULL_BYTES = 256 << 20, 16 << 20
@@ -110,7 +109,7 @@ def _absent(situation: Situation, held: LayerEntries) -> Iterator[Finding]:
         fix = f"name a folder instead: MLACTL_CACHE_DIR=DIR, or --cache-dir DIR; ls -ld {shell_word(layer.path)} shows what is there"
         yield Finding("cache", _blocked(situation, held), "root-unreadable", what, "a folder", fix)
     elif layer.writable:
-        fault = _write_fault(situation)
+        fault = situation.unwritable
         if fault is None:
             fix = f"{situation.warmup('--profile NAME')} makes it"
             yield Finding("cache", Severity.NOTICE, "root-absent", f"{layer.path} does not exist yet", "", fix)
@@ -223,17 +222,8 @@ def _refused(path: str) -> trust.Untrusted | None:
     return None
 
 
-def _write_fault(situation: Situation) -> MlactlError | None:
-    assert situation.store is not None
-    try:
-        publish.require_writable(situation.store)
-    except MlactlError as error:
-        return error
-    return None
-
-
 def _writable(situation: Situation, layer: Layer) -> Iterator[Finding]:
-    fault = _write_fault(situation)
+    fault = situation.unwritable
     if fault is None or isinstance(fault, trust.Untrusted):
         return  # the latter is told as what it is
     if situation.environ.get("MLACTL_FROZEN") == "1" and not situation.build_node:
@@ -311,29 +301,12 @@ def _spool(layer: Layer) -> Iterator[Finding]:
     if not stat.S_ISDIR(mode):
         what = f"{path} is {locks.kind_of(mode)}: no import into this root is possible"
         yield Finding("cache", Severity.WARNING, "import-spool", what, "a folder or nothing", f"ls -ld {shell_word(path)}; move it away")
-    elif not _importing(layer):
+    elif lock_holder(f"{layer.folder()}/{locks.IMPORT_LOCK}") is None:  # an import holds it until its spool is gone
         size, files, complete = _below(path)
         what = f"{path}: {'' if complete else 'at least '}{size / (1 << 20):.1f} MiB in {counted(files, 'file')} of an import that did not finish"
         yield Finding(
             "cache", Severity.NOTICE, "import-spool", what, "", f"mlactl cache prune{_of_layer(layer)} --status temp; the next import removes it too"
         )
-
-
-def _importing(layer: Layer) -> bool:
-    """Whether an import is at work in a layer right now: it holds this lock until its spool is gone."""
-    try:
-        fd = os.open(f"{layer.folder()}/{locks.IMPORT_LOCK}", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        pass
-    finally:
-        os.close(fd)
-    return False
 
 
 def _below(folder: Path) -> tuple[int, int, bool]:

@@ -26,7 +26,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Findings in the order of `findings.AREAS`, and what they are about."""
+    """Findings in the order of the checks, and what they are about."""
 
     node: Node
     arches: tuple[str, ...]

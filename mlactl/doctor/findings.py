@@ -6,9 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-AREAS = ("gpu", "toolchain", "loading", "cache", "objects", "environment", "scales", "profiles")
-"""Areas in the order they are told."""
-
 
 class Severity(StrEnum):
     """`ok` and `notice` leave exit code 0, `warning` and `error` make it 1, `fatal` (a launch could not work) 3."""

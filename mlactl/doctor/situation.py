@@ -51,7 +51,7 @@ class Situation:
     """One node and one environment. `build_node` only compiles: nothing is launched there. `visible` are the GPUs that a launch sees.
 
     `obstacle` says why a miss could not be compiled at launch, None when it could. `no_store` is the error of an
-    environment that names no root at all; `store` is None then. `unwritable` says why a warmup refuses the root.
+    environment that names no root at all; `store` is None then. `unwritable` says why nothing can be published to the root.
     """
 
     environ: Mapping[str, str]
@@ -90,10 +90,10 @@ class Situation:
 
     def warmup(self, options: str) -> str:
         """The warmup command that works here; where one refuses the root, a command that names another root."""
-        if self.no_store is None and self.unwritable is None:
-            return f"mlactl warmup {options}"
         if any(held.foreign is not None for held in self.layers):
             return f"in a root of mlactl's own: mlactl warmup --cache-dir DIR {options}"
+        if self.no_store is None and self.unwritable is None:
+            return f"mlactl warmup {options}"
         if self.store is None or self.store.roots.writable is None:
             return f"in a root that may be written: mlactl warmup --cache-dir DIR {options}"
         return f"mend the root first, as said under cache, or name another: mlactl warmup --cache-dir DIR {options}"
@@ -143,10 +143,10 @@ def gather(
     here = toolchains.current()
     seen = visible(environ, node)
     unwritable = _unwritable(store)
-    refused = next((held.foreign for held in layers if held.foreign is not None), unwritable)
     return Situation(
         environ, cache_dir, build_node, node, store, no_store, seen, layers, here, toolchains.absence(),
-        _obstacle(environ, unwritable, here), arches or (() if build_node else _targets(node, seen)) or _warmed(layers) or (DEFAULT_ARCH,), refused,
+        _obstacle(environ, unwritable, here), arches or (() if build_node else _targets(node, seen)) or _warmed(layers) or (DEFAULT_ARCH,),
+        unwritable,
     )  # fmt: skip
 
 

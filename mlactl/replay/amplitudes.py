@@ -60,8 +60,6 @@ def _capture(path: Path) -> tuple[tuple[int, float] | None, int]:
     layer = capture.call.layer
     if layer is None:
         raise BadCapture(f"{plain(path)}: names no layer, so its amplitude belongs to none", hint="record with mlactl.capture(…, layers=N)")
-    if layer < 0:
-        raise BadCapture(f"{plain(path)}: layer {layer}, expected a number from 0", hint="record with mlactl.capture(…, layers=N)")
     if capture.layout.latent_type == "e2m1":
         raise BadCapture(f"{plain(path)}: {capture.call.record} latents are quantised already", hint="measure from bf16, fp8 or fp8_ds_mla caches")
     size = capture.call.page_size

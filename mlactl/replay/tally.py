@@ -116,7 +116,8 @@ def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Whether every bit is the same: 0 and -0 are equal numbers, and NaN is no number."""
     import torch
 
-    flat = [side.contiguous().flatten() for side in (left, right)]
+    # Not flatten(): a single element is contiguous whatever its stride, and keeps it.
+    flat = [side.resolve_neg().contiguous().as_strided((side.numel(),), (1,)) for side in (left, right)]
     # As words where they are aligned: eight times fewer than bytes.
     aligned = all(side.nbytes % 8 == 0 and side.storage_offset() * side.element_size() % 8 == 0 for side in flat)
     ours, theirs = (side.view(torch.int64 if aligned else torch.uint8) for side in flat)
@@ -146,18 +147,23 @@ def _exact_error(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 def _halves(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """fp64 (high, low) with value = high * 2^32 + low and 0 <= low < 2^32, both exact."""
+    """fp64 (high, low) with value = high * 2^32 + low and |low| < 2^32, both exact and of the value's sign.
+
+    A low half of the other sign would be rounded: -1e-8 is not 2^32 - 1e-8 less 2^32.
+    """
     import torch
 
     if tensor.is_floating_point():
         value = tensor.double()
-        high = (value / 2.0**32).floor()
+        high = (value / 2.0**32).trunc()
         return high, value - high * 2.0**32
-    whole = tensor.view(torch.int64) if tensor.dtype == torch.uint64 else tensor.to(torch.int64)
-    high = (whole >> 32).double()
     if tensor.dtype == torch.uint64:
-        high = torch.where(high < 0, high + 2.0**32, high)
-    return high, (whole & 0xFFFFFFFF).double()
+        whole = tensor.view(torch.int64)
+        high = (whole >> 32).double()
+        return torch.where(high < 0, high + 2.0**32, high), (whole & 0xFFFFFFFF).double()
+    whole = tensor.to(torch.int64)
+    low = torch.fmod(whole, 2**32)
+    return ((whole - low) >> 32).double(), low.double()
 
 
 def _block(found: Tally, left: torch.Tensor, right: torch.Tensor, start: int, tolerance: Tolerance, allow_nan: bool) -> None:

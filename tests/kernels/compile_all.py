@@ -3,7 +3,6 @@ the kernel modules that one compile loads. The folder gets `SAMPLES`, of each ke
 
 from __future__ import annotations
 
-import itertools
 import json
 import sys
 import tempfile
@@ -11,15 +10,6 @@ from pathlib import Path
 
 from mlactl.kernels import compiler, registry
 from mlactl.kernels.spec import CompileSpec
-
-
-def built_specs(kernel_id: str) -> list[CompileSpec]:
-    """Every spec of a kernel that has code."""
-    declared = registry.kernel(kernel_id)
-    values = [declared.built.get(fact.name, fact.allowed) for fact in declared.facts]
-    chosen = [dict(zip((fact.name for fact in declared.facts), each, strict=True)) for each in itertools.product(*values)]
-    excluded = [exclusion.facts.items() for exclusion in declared.exclusions]
-    return [declared.spec(**facts) for facts in chosen if not any(pairs <= facts.items() for pairs in excluded)]
 
 
 def file_name(spec: CompileSpec) -> str:
@@ -45,7 +35,7 @@ def main() -> None:
     flavour = compiler.load_export_libraries()
     if sys.argv[1] == "--sources":
         with tempfile.TemporaryDirectory() as folder:
-            compiler.compile_object(built_specs(sys.argv[2])[0], "sm_120a", "mlactl_x", flavour, Path(folder) / "x.o")
+            compiler.compile_object(registry.kernel(sys.argv[2]).built_specs()[0], "sm_120a", "mlactl_x", flavour, Path(folder) / "x.o")
         sys.stdout.write(json.dumps(loaded_sources()))
         return
     folder, arch = Path(sys.argv[1]), sys.argv[2]

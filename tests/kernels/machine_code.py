@@ -44,7 +44,7 @@ class KernelCode:
 
 def embedded_cubin(path: Path) -> bytes:
     """The device ELF inside an exported or linked object."""
-    return bytes(elf.device_code(path.read_bytes())[1])
+    return bytes(elf.device_code(path.read_bytes()))
 
 
 def kernels_of(path: Path) -> list[KernelCode]:

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from compile_all import SAMPLES, SYMBOL, built_specs, file_name
+from compile_all import SAMPLES, SYMBOL, file_name
 from machine_code import embedded_cubin, kernels_of
 
 from mlactl.kernels import compiler, registry
@@ -34,7 +34,7 @@ def is_checked(spec) -> bool:
     return plain and spec.fact("output") == "split" and spec.fact("tile") != "tok32"
 
 
-SPECS = [spec for kernel in BUILT for spec in built_specs(kernel.kernel_id) if is_checked(spec)]
+SPECS = [spec for kernel in BUILT for spec in kernel.built_specs() if is_checked(spec)]
 
 
 def run(*arguments: str, **environment: str) -> str:

@@ -67,11 +67,10 @@ def test_calls_that_see_nothing_belong_to_no_layer(tmp_path):
 
 
 def test_a_layer_before_the_first_is_refused(tmp_path):
-    """A capture of layer -1 shifted every layer by one."""
     saved(tmp_path, layer=1)
     made = dense()
     captures.save(replace(made, call=msgspec.structs.replace(made.call, layer=-1)), tmp_path, "before")
-    with pytest.raises(BadCapture, match="layer -1"):
+    with pytest.raises(BadCapture, match="layer -1, expected at least 0"):
         measure(tmp_path)
 
 

@@ -244,6 +244,28 @@ def test_integers_are_equal_or_they_are_not(left, right, types):
     assert not compare(actual, expected, tolerances.overridden(EXACT, atol=off * 0.99), name="x").matches
 
 
+@pytest.mark.parametrize(("left", "right"), [(-1e-8, 0), (1e-8, 0), (-1.0000001, -1), (1.0000001, 1), (-(2.0**40) - 2.0**-12, -(2**40))])
+def test_fractions_are_no_integers(left, right):
+    """A negative fraction was split into halves of other signs, which rounded it away: it matched the integer."""
+    actual, expected = torch.tensor([[7, left]], dtype=torch.float64), torch.tensor([[7, right]])
+    found = compare(actual, expected, EXACT, name="x")
+    assert (found.status, found.first.index, found.max_abs) == ("mismatch", (0, 1), abs(left - right))
+
+
+def test_views_of_the_negative_bit_are_compared():
+    """`.conj().imag` carries its minus sign as a bit of the tensor, which survives a .pt file, and words cannot be taken of it."""
+    one = torch.tensor([1 + 2j]).conj().imag
+    assert one.is_neg()
+    assert compare(one, torch.tensor([-2.0]), BF16, name="x").bitwise
+    assert not compare(one, torch.tensor([2.0]), BF16, name="x").matches
+    two = torch.tensor([1 + 2j, 3 + 4j]).conj().imag
+    assert compare(two, torch.tensor([-2.0, -4.0]), BF16, name="x").bitwise
+
+
+def test_a_single_element_of_a_strided_tensor_is_compared():
+    assert compare(torch.tensor([1.0, 2.0])[::2], torch.tensor([1.0]), BF16, name="x").bitwise
+
+
 @given(st.lists(st.tuples(st.integers(-(2**63), 2**63 - 1), st.integers(-3, 3)), min_size=1, max_size=20))
 def test_differences_of_integers_are_those_of_python(pairs):
     right = [value for value, _ in pairs]

@@ -139,7 +139,7 @@ def test_one_wrong_row_of_thousands_is_seen_in_the_pixels(tmp_path):
     assert 3 <= red[1] <= 40
 
 
-@pytest.mark.parametrize("value", [0.0, 1.0, math.nan])
+@pytest.mark.parametrize("value", [0.0, 1.0, math.nan, math.inf])
 def test_a_reference_that_is_all_zero_is_drawn(tmp_path, value):
     """`--plot` ended in an internal error where every row sees nothing."""
     made = finished(dense(lengths=(0, 0)))
@@ -148,6 +148,8 @@ def test_a_reference_that_is_all_zero_is_drawn(tmp_path, value):
     assert not bool(((picture.output > 1) != (picture.output == math.inf)).any())
     figure.savefig(tmp_path / "zero.png")
     assert ("output wrong" in figure.get_suptitle()) == (value != 0)
+    texts = [text.get_text() for axes in figure.axes for text in axes.texts]
+    assert f"the reference is all zero,\nthe largest value is {value:.3g}" in texts
 
 
 def test_the_result_that_is_further_off_is_drawn():

@@ -61,6 +61,19 @@ def test_an_entry_that_was_replaced_since_is_left(store: Store, publish: Publish
     assert status(store) is Status.OK
 
 
+def test_another_entry_than_the_acquitted_one_is_not_put_back(store: Store, publish: Publish) -> None:
+    """Restoring judges for seconds; what was forgotten, compiled again and convicted meanwhile is another object."""
+    entry = publish()
+    quarantine.set_aside(entry)
+    acquitted = store.entry(entry.key)
+    quarantine.put_back(acquitted)
+    stand_ins.rewrite_manifest(entry, created="2027-01-01T00:00:00Z")
+    quarantine.set_aside(store.entry(entry.key))
+    with pytest.raises(CannotRun, match="is not the entry that was looked at: it is another one by now"):
+        quarantine.put_back(acquitted)
+    assert status(store) is Status.QUARANTINED
+
+
 def test_damaged_ones_are_set_aside_and_do_not_come_back(store: Store, publish: Publish) -> None:
     entry = publish()
     stand_ins.flip_bit(entry)

@@ -3,7 +3,6 @@
 import importlib.metadata
 import os
 import re
-import sys
 import tempfile
 from dataclasses import replace
 from importlib.util import find_spec
@@ -12,8 +11,6 @@ from pathlib import Path
 import pytest
 from doctor_nodes import PRO_6000, SPARK, hold_to_fixes, node
 from fabricated import CU12, HERE, OLDER, b12x_entry, put
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "store"))
 from users import ME, as_nobody, as_root, let_through
 
 from mlactl.cache import locks, machine_code, roots, trust
@@ -809,8 +806,6 @@ def test_values_of_other_tools_variables_are_never_told(root):
 
 def test_every_variable_that_the_code_reads_is_known():
     """A new MLACTL_ variable must not be called unknown by the doctor."""
-    import re
-
     package = Path(environment.__file__).resolve().parents[1]
     read = {name for path in package.rglob("*.py") for name in re.findall(r'"(MLACTL_[A-Z_]+)"', path.read_text())}
     assert read - set(environment.OURS) == set()

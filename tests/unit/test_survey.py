@@ -2,13 +2,10 @@
 
 import os
 import stat
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "store"))
-from users import NOBODY, as_root
+from users import as_nobody, as_root, let_through
 
 from mlactl.cache import roots, survey
 from mlactl.cache.survey import Surveyed
@@ -178,26 +175,17 @@ def test_network_filesystems_are_flagged(tmp_path, monkeypatch):
 def test_another_filesystem_is_told_and_not_entered():
     place = Place("triton", Path("/dev"), "TRITON_CACHE_DIR", "files", lambda parts: None)
     found = survey._look(place, lambda _: None, 100_000)
-    assert "/dev/shm is another filesystem, which was not entered" in found.problems or len(found.problems) > 5
+    assert any(problem.endswith(" is another filesystem, which was not entered") for problem in found.problems)
 
 
 @as_root
 def test_a_folder_that_cannot_be_read_is_told_and_the_rest_counted(tmp_path):
     root = fill(tmp_path / "root", "K1/a", "K2/a", "K3/a")
-    for folder in (tmp_path, *tmp_path.parents):
-        if "pytest" in str(folder):
-            folder.chmod(0o755)
+    let_through(tmp_path)
     (root / "K2").chmod(0o700)
-    read, write = os.pipe()
-    if os.fork() == 0:
-        try:
-            os.setgroups([])
-            os.setgid(NOBODY)
-            os.setuid(NOBODY)
-            found = look({"TRITON_CACHE_DIR": str(root)}, "triton")
-            os.write(write, f"{found.entries} {found.complete} {found.problems[0]}".encode())
-        finally:
-            os._exit(0)
-    os.wait()
-    told = os.read(read, 4096).decode()
-    assert told == f"2 False {root}/K2 (owner root (uid 0), mode 0700) cannot be read: permission denied"
+
+    def look_there():
+        found = look({"TRITON_CACHE_DIR": str(root)}, "triton")
+        return found.entries, found.complete, found.problems[0]
+
+    assert as_nobody(look_there) == repr((2, False, f"{root}/K2 (owner root (uid 0), mode 0700) cannot be read: permission denied"))

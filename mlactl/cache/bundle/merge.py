@@ -104,7 +104,6 @@ class _Import:
     flush: Callable[[Iterable[str]], None] = _silent
     outcomes: list[Outcome] = field(default_factory=list)
     waiting: list[tuple[Manifest, str]] = field(default_factory=list)
-    done: int = 0
     host: str = field(default_factory=lambda: key.host_arch())  # once: each call lets the other threads take the interpreter
     names: dict[str, frozenset[str]] = field(default_factory=dict)
 
@@ -145,10 +144,9 @@ def bring_in(
                 if outcome.outcome == PRESENT:
                     touch(Entry(outcome.manifest.key, layer, outcome.manifest, Status.OK))
     except KeyboardInterrupt:
+        done = 0 if dry_run else sum(outcome.outcome in (PUBLISHED, REPLACED) for outcome in work.outcomes)
         raise Interrupted(
-            f"interrupted: {work.done} of {len(work.waiting)} entries were imported, each of them whole"
-            if work.done
-            else "interrupted: nothing was imported",
+            f"interrupted: {done} of {len(work.waiting)} entries were imported, each of them whole" if done else "interrupted: nothing was imported",
             hint="run the same command again: what is there is left as it is",
         ) from None
     outcomes = tuple(sorted(work.outcomes, key=lambda outcome: outcome.manifest.key))
@@ -343,8 +341,6 @@ def _account(work: _Import, buckets: dict[str, None], manifest: Manifest, outcom
                 work.outcomes.append(_publish_one(work, manifest, outcome))
     except MlactlError as error:
         work.outcomes.append(Outcome(manifest, FAILED, error.message))
-    else:
-        work.done += 1
     work.watch.published()
 
 

@@ -75,22 +75,10 @@ def by_filters(store: Store, filters: listing.Filters, on_problem: Callable[[str
 
 
 def _answers(store: Store, key: str) -> bool:
-    """Whether some layer has another object of this key than those that are set aside above it, by the manifests."""
-    aside: list[Entry] = []
-    for layer in store.roots.layers:
-        entry = store.entry_in(layer, key)
-        if entry is not None and entry.status is Status.QUARANTINED:
-            aside.append(entry)
-        elif entry is not None and (entry.manifest is None or convicting(aside, entry.manifest) is None):
-            return True
-    return False
+    """Whether some layer has another object of this key than those that are set aside, by the manifests."""
+    return any(entry.status is not Status.QUARANTINED for entry in store.everywhere(key))
 
 
-def convicting(aside: Iterable[Entry], manifest: Manifest) -> Entry | None:
-    """The quarantined entry of a layer above by which this object is convicted too: of the same object, or of one that nobody can tell."""
-    return next((entry for entry in aside if entry.manifest is None or entry.manifest.object_sha256 == manifest.object_sha256), None)
-
-
-def set_aside_above(entry: Entry) -> str:
-    """Why an object of a lower layer is not used."""
+def set_aside_in(entry: Entry) -> str:
+    """Why an object of another layer is not used."""
     return f"quarantined: {entry.root} has set {'this very object' if entry.manifest else 'an object of this key'} aside"

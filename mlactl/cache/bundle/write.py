@@ -17,11 +17,11 @@ import zstandard
 from mlactl.cache import locks
 from mlactl.cache.bundle import layout
 from mlactl.cache.bundle.packages import Requirement, required
-from mlactl.cache.bundle.select import LeftOut, convicting, set_aside_above
+from mlactl.cache.bundle.select import LeftOut, set_aside_in
 from mlactl.cache.bundle.waiting import held
 from mlactl.cache.entry import REMOVED, Entry, RejectedObject, Status, read_checked
 from mlactl.cache.manifest import BadManifest, Manifest, dump
-from mlactl.cache.store import Store
+from mlactl.cache.store import Store, convicting
 from mlactl.cache.trust import Untrusted
 from mlactl.errors import CannotRun
 
@@ -107,18 +107,18 @@ def _compressor(threads: int) -> zstandard.ZstdCompressor:
 def _read(store: Store, key: str, trusted_folders: set[str], on_wait: Callable[[str], None]) -> tuple[Manifest, bytes, bytes] | LeftOut:
     """Manifest, its bytes and object of a key from the first layer whose entry is good, or what is wrong with the first that has one.
 
-    An object that a layer has set aside is not taken from a lower one either, and nothing is where nobody can tell which it was.
+    An object that one layer has set aside is not taken from another either, and nothing is where nobody can tell which it was.
     """
     problems: list[LeftOut] = []
-    aside: list[Entry] = []
-    for layer in store.roots.layers:
+    layers = store.roots.layers
+    others = [store.entry_in(layer, key) for layer in layers] if len(layers) > 1 else []
+    aside = [entry for entry in others if entry is not None and entry.status is Status.QUARANTINED]
+    for layer in layers:
         try:
             manifest, data = _read_settled(Entry(key, layer, None, Status.OK), trusted_folders, on_wait)
             required((manifest.toolchain,))
         except RejectedObject as refused:
             entry = refused.entry
-            if entry.status is Status.QUARANTINED:
-                aside.append(entry)
             if entry.detail != REMOVED:
                 hint = f"mlactl cache show {key[:12]}" if entry.status is Status.QUARANTINED else f"mlactl cache verify {key[:12]} --repair"
                 problems.append(LeftOut(key, entry.manifest, f"{entry.object_path}: {entry.status}: {entry.detail}", hint))
@@ -130,7 +130,7 @@ def _read(store: Store, key: str, trusted_folders: set[str], on_wait: Callable[[
             convicted = convicting(aside, manifest)
             if convicted is None:
                 return manifest, dump(manifest), data
-            problems.append(LeftOut(key, manifest, set_aside_above(convicted), f"mlactl cache show {key[:12]}"))
+            problems.append(LeftOut(key, manifest, set_aside_in(convicted), f"mlactl cache show {key[:12]}"))
     return problems[0] if problems else LeftOut(key, None, REMOVED, None)
 
 

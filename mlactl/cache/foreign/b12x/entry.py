@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import re
 import stat
@@ -18,12 +17,12 @@ from pathlib import Path
 
 import msgspec
 
-from mlactl.cache import elf, locks, trust
+from mlactl.cache import elf, trust
 from mlactl.cache.entry import Status, check_bytes, status_of_part
 from mlactl.cache.foreign.b12x import manifest as manifests
 from mlactl.cache.foreign.b12x.manifest import Document, Manifest, Rejected
-from mlactl.cache.manifest import MAX_OBJECT_BYTES
-from mlactl.cache.reading import READ_FLAGS, not_regular, out_of_reach, read_whole, refusal, withheld
+from mlactl.cache.manifest import MAX_OBJECT_BYTES, is_sha256
+from mlactl.cache.reading import READ_FLAGS, lock_holder, not_regular, out_of_reach, read_whole, refusal, withheld
 from mlactl.errors import CannotRun
 
 ASIDE = ".quarantined"
@@ -75,12 +74,7 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
     @property
     def lock_path(self) -> Path | None:
         """The lock of b12x's own writers; None where the name of a temporary says no key."""
-        return Path(self.bucket, f"{self.key}.lock") if is_key(self.key) else None
-
-
-def is_key(text: str) -> bool:
-    """Whether this is 64 lower-case hex digits."""
-    return len(text) == 64 and not text.strip(_HEX)
+        return Path(self.bucket, f"{self.key}.lock") if is_sha256(self.key) else None
 
 
 def is_bucket(name: str) -> bool:
@@ -156,7 +150,7 @@ def of_key(root: Path, key: str, suffixes: set[str], *, uses: bool) -> Iterator[
             yield entry
     elif "lock" in suffixes and not aside:
         # A lock alone is what a miss or a removal leaves, and no entry; a held one is a compile at work.
-        holder = held(f"{root}/{key[:2]}/{key}.lock")
+        holder = lock_holder(f"{root}/{key[:2]}/{key}.lock")
         if holder is not None:
             yield Entry(key, root, None, Status.LOCKED, f"being compiled: {holder}", place=key[:2])
     for end in aside:
@@ -222,7 +216,7 @@ def _live(root: Path, key: str, suffixes: set[str], *, uses: bool) -> Entry | No
     elif found is not None and size != found.object_bytes:
         status, detail = Status.SIZE, f"{size} bytes, expected {found.object_bytes}"
     if status is not Status.OK:
-        holder = held(f"{base}.lock") if "lock" in suffixes else None
+        holder = lock_holder(f"{base}.lock") if "lock" in suffixes else None
         if holder is not None:
             status, detail = Status.LOCKED, f"being compiled: {holder}"
     return Entry(key, root, found, status, detail, size, last_used, "", written, key[:2])
@@ -245,7 +239,7 @@ def _residue(root: Path, place: str, name: str) -> Entry:
     inside = _KEY_INSIDE.search(name)
     key = inside[0] if inside and (not place or inside[0].startswith(place)) else name
     entry = Entry(key, root, None, Status.TEMP, problem or "left by a writer that did not finish", size, None, name, written, place)
-    holder = held(str(entry.lock_path)) if entry.lock_path is not None and place else None
+    holder = lock_holder(str(entry.lock_path)) if entry.lock_path is not None and place else None
     return entry if holder is None else msgspec.structs.replace(entry, status=Status.LOCKED, detail=f"being written: {holder}")
 
 
@@ -261,26 +255,6 @@ def _object(path: str, *, uses: bool) -> tuple[int | None, str, float | None, fl
         return None, not_regular(info.st_mode), None, None
     # An access time that is not after the last write says nothing: nobody has read it, or the mount keeps no such times.
     return info.st_size, "", info.st_mtime, info.st_atime if uses and info.st_atime > info.st_mtime else None
-
-
-def held(path: str) -> str | None:
-    """Who holds b12x's lock on a key right now, in words; None when nobody does, or it cannot be told."""
-    try:
-        fd = os.open(path, READ_FLAGS)
-    except OSError:
-        return None
-    try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            return None
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        pids = locks.lockers(fd)
-        return f"{path} is held by {f'process {pids[0]}' if pids else 'another process'}"
-    except OSError:
-        return None
-    finally:
-        os.close(fd)
-    return None
 
 
 # ---- reading

@@ -28,7 +28,7 @@ from mlactl.cache.foreign.b12x import entry as entries
 from mlactl.cache.foreign.b12x import manifest as manifests
 from mlactl.cache.foreign.b12x import prepared
 from mlactl.cache.foreign.b12x.entry import ASIDE, Entry
-from mlactl.cache.manifest import MAX_OBJECT_BYTES
+from mlactl.cache.manifest import MAX_OBJECT_BYTES, is_sha256
 from mlactl.cache.reading import read_whole
 from mlactl.cache.removal import (
     Chosen,
@@ -150,6 +150,7 @@ def _guarded(root: Path, chosen: list[tuple[Entry, str]], *, include_prepared: b
     named = prepared.named(root) if chosen else prepared.Named({}, ())
     for text in named.unknown:
         on_problem(text)
+    going = 0
     for entry, reason in chosen:
         loadable = not entry.residue and entry.status is not Status.QUARANTINED
         by = named.by.get(entry.key) if loadable else None
@@ -161,7 +162,7 @@ def _guarded(root: Path, chosen: list[tuple[Entry, str]], *, include_prepared: b
             kept.append(Kept(entry.key, f"{named.unknown[0]}: it may name this one; --include-prepared removes it all the same"))
         else:
             picked.append((entry, f"{reason}, named by {by}" if by is not None else reason))
-    going = sum("named by preparation/" in reason for _, reason in picked)
+            going += by is not None
     if going:
         on_problem(f"named by tuning selections in {root}/preparation: {going} of {len(picked)} to remove; b12x compiles what it needs of them again")
     return Chosen(picked, kept)
@@ -197,7 +198,7 @@ class B12xFormat:
         (place,) = places
         if len(names) == 1 and entries.RESIDUE.fullmatch(names[0]):
             return place if not place or entries.is_bucket(place) else None
-        if not entries.is_key(planned.key) or place != planned.key[:2] or not all(name.startswith(f"{planned.key}.") for name in names):
+        if not is_sha256(planned.key) or place != planned.key[:2] or not all(name.startswith(f"{planned.key}.") for name in names):
             return None
         found = [match.groups() for name in names if (match := _NAME.fullmatch(name))]
         if len(found) != len(names):
@@ -210,7 +211,7 @@ class B12xFormat:
     @contextmanager
     def locked(self, root: Path, folder: int, planned: PlannedEntry) -> Iterator[None]:
         """b12x's lock of the key; a temporary whose name says no key has none, and its age was asked instead."""
-        if not entries.is_key(planned.key) or not planned.files[0].path.startswith(f"{planned.key[:2]}/"):
+        if not is_sha256(planned.key) or not planned.files[0].path.startswith(f"{planned.key[:2]}/"):
             yield
             return
         with key_lock(root, folder, planned.key):
@@ -344,7 +345,11 @@ def _not_the_judged_one(entry: Entry) -> str | None:
         same = hashlib.sha256(entries.read_object(now)).hexdigest() == entry.manifest.object_sha256
     elif same:
         same = now.written == entry.written
-    return None if same else f"{entry.key} is not the entry that was looked at: b12x has written another one since; mlactl cache audit {entry.key}"
+    return None if same else _another_one(entry)
+
+
+def _another_one(entry: Entry) -> str:
+    return f"{entry.key} is not the entry that was looked at: b12x has written another one since; mlactl cache audit {entry.key}"
 
 
 def _endings() -> Iterator[str]:
@@ -371,6 +376,8 @@ def _put_back(entry: Entry, folder: int) -> str | None:
     now = entries.again(entry, uses=False)
     if not entry.aside or now is None:
         return f"{entry.key} is not set aside in {place}"
+    if now.manifest != entry.manifest:
+        return _another_one(entry)
     checked = entries.in_place(now)
     if checked.status not in (Status.OK, Status.NO_MANIFEST):
         return f"{entry.key} stays quarantined: it is not intact: {checked.status}: {checked.detail}"
