@@ -200,7 +200,18 @@ _SPARSE_SCALARS = (
 )
 _SPARSE_SOURCES = tuple(
     f"mla/{name}.py"
-    for name in ("arguments", "nvfp4", "ptx", "ptx_narrow", "sparse_config", "sparse_forward", "sparse_loader", "sparse_records", "sparse_softmax")
+    for name in (
+        "arguments",
+        "nvfp4",
+        "ptx",
+        "ptx_narrow",
+        "sparse_config",
+        "sparse_epilogue",
+        "sparse_forward",
+        "sparse_loader",
+        "sparse_records",
+        "sparse_softmax",
+    )
 )
 _SPARSE_EXCLUSIONS = tuple(
     Exclusion({"record": record, "latent_scale_identity": 0}, "records that carry their own scales have the identity variant only")

@@ -219,7 +219,7 @@ def barrier_any(index, threads, flag):
 
 
 def exit_if(condition):
-    """Ends the thread where `condition` (Boolean) holds; must be uniform over the block, before its first barrier."""
+    """Ends the thread where `condition` (Boolean) holds; must be uniform over the block."""
     inline([], [Int32(condition)], "{.reg .pred p; setp.ne.s32 p, $0, 0; @p exit;}", "r,~{memory}", effects=True)
 
 

@@ -77,25 +77,56 @@ def store_f32x4(address, values, offset=0):
     inline([], [address, *values], f"st.global.v4.f32 [$0+{offset}], {{$1,$2,$3,$4}};", "l,f,f,f,f", effects=True)
 
 
-def store_shared_word_if_zero(test, address, value):
-    """Stores a word where `test` is 0, as one predicated instruction."""
-    inline([], [test, address, value], "{.reg .pred p; setp.eq.s32 p, $0, 0; @p st.shared.b32 [$1], $2;}", "r,r,r", effects=True)
+def gather(destination, pitch, count, size, source, mbarrier):
+    """Bulk copies of `count` records of `size` bytes to every `pitch` bytes from `destination`, and one arrival at `mbarrier` that expects them.
+
+    source: the address of a record in each of the first `count` lanes. One lane copies; it gets the others' addresses by
+    broadcast, which makes them the warp's: an instruction a copy instead of a loop over lanes.
+    """
+    lines = [
+        "{.reg .pred p; .reg .b32 l, h; .reg .b64 a; elect.sync _|p, -1;",
+        f"@p mbarrier.arrive.expect_tx.shared.b64 _, [$2], {count * size};",
+    ]
+    for record in range(count):
+        lines += [
+            "mov.b64 {l, h}, $1;",
+            *(f"shfl.sync.idx.b32 {half}, {half}, {record}, 31, -1;" for half in "lh"),
+            "mov.b64 a, {l, h};",
+            f"@p cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [$0+{record * pitch}], [a], {size}, [$2];",
+        ]
+    inline([], [destination, source, mbarrier], " ".join(lines) + "}", "r,l,r,~{memory}", effects=True)
 
 
-def copy16_or_zero(destination, source, count, destination_offset, source_offset):
-    """16 bytes, global to shared, in the thread's current cp.async group; `count` 0 reads nothing and writes zeros."""
-    text = f"cp.async.cg.shared.global [$0+{destination_offset}], [$1+{source_offset}], 16, $2;"
-    inline([], [destination, source, count], text, "r,l,r", effects=True)
+def count_negative(value):
+    """How many lanes of the warp hold a negative Int32."""
+    text = "{.reg .pred p; .reg .b32 m; setp.lt.s32 p, $1, 0; vote.sync.ballot.b32 m, p, -1; popc.b32 $0, m;}"
+    return inline([Int32], [value], text, "=r,r", effects=True)
 
 
-def copy4(destination, source):
-    """4 bytes, global to shared, in the thread's current cp.async group."""
-    inline([], [destination, source], "cp.async.ca.shared.global [$0], [$1], 4;", "r,l", effects=True)
+def from_lane(value, lane):
+    """The Int32 that lane number `lane` of the warp holds."""
+    return inline([Int32], [value, lane], "shfl.sync.idx.b32 $0, $1, $2, 31, -1;", "=r,r,r", effects=True)
 
 
-def wait_copies_but(pending):
-    """Until at most `pending` (a compile-time number) of the thread's cp.async groups are in flight."""
-    inline([], [], f"cp.async.wait_group {pending};", "~{memory}", effects=True)
+def clear16(address):
+    """Zeros 16 bytes of shared memory."""
+    inline([], [address], "{.reg .b32 z; mov.b32 z, 0; st.shared.v4.b32 [$0], {z, z, z, z};}", "r,~{memory}", effects=True)
+
+
+def async_proxy_fence():
+    """Orders this thread's stores to shared memory before later asynchronous copies to it."""
+    inline([], [], "fence.proxy.async.shared::cta;", "~{memory}", effects=True)
+
+
+def mbarrier_expect_bytes(address, count):
+    """Arrives, and adds `count` (Int32) bytes to what the phase waits for."""
+    inline([], [address, count], "mbarrier.arrive.expect_tx.shared.b64 _, [$0], $1;", "r,r,~{memory}", effects=True)
+
+
+def mbarrier_arrive_if_zero(test, address):
+    """Arrives at an mbarrier where `test` is 0, as one predicated instruction."""
+    text = "{.reg .pred p; setp.eq.s32 p, $0, 0; @p mbarrier.arrive.shared.b64 _, [$1];}"
+    inline([], [test, address], text, "r,r,~{memory}", effects=True)
 
 
 # ------------------------------------------------------------------ conversions
@@ -109,11 +140,6 @@ def permute(a, b, selector):
 def opaque(word):
     """The same Int32, of which the compiler knows nothing: a loop of `opaque(flag)` trips stays a branch."""
     return inline([Int32], [word], "mov.b32 $0, $1;", "=r,r", effects=True)
-
-
-def as_f32(word):
-    """The same 32 bits as fp32."""
-    return inline([Float32], [word], "mov.b32 $0, $1;", "=f,r", effects=False)
 
 
 def where_below(i, n, x, other):

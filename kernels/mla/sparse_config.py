@@ -1,7 +1,9 @@
 """Tile configurations of sparse MLA: the numbers that shape its traced code, and every size that follows from them. Pure data.
 
 A block works on the same 16 or 32 heads of one query row. Its warps share out the latent in slices of 64 elements, for scores
-and for values, so that the packed bytes a warp reads once serve both.
+and for values, so that the packed bytes a warp reads once serve both. A block of two groups is two such sets of warps over the
+two halves of the tokens, each with shared memory of its own: one block then merges what would be two splits. Four more warps
+copy what the groups read.
 """
 
 from __future__ import annotations
@@ -12,9 +14,6 @@ from mlactl.kernels.mla.sparse_records import LATENT, ROPE, SparseRecord, sparse
 
 SHARED_BYTES_LIMIT = 101_376
 """Shared memory one block may use on SM120."""
-
-SHARED_BYTES_OF_TWO = 50_176
-"""The same where two blocks share an SM120 multiprocessor: each also takes 1,024 bytes that the driver reserves."""
 
 CHUNK = 32
 """Selected tokens staged at once: twice the depth of an MMA step of PV."""
@@ -30,24 +29,22 @@ LANE_LATENT = SLICE_LATENT // 4
 LANE_PAIRS = LANE_LATENT // 2
 """16-bit pairs of one token and slice that a lane holds."""
 
-COPY_LANES = 8
-COPY_BYTES = 16
-COPY_TOKENS = 32 // COPY_LANES
-"""Records that one warp copies at once, eight lanes each."""
-
 RESCALE_BITS = 8.0
 """The running maximum moves only when it is passed by more than this, in log2 units: rescales become rare and P stays far inside f16."""
 
 TILE_ROWS = {"heads16": 16, "heads32": 32}
 """Heads of a tile by tile name."""
 
+PRODUCER_WARPS = 4
+"""Warps that copy: a warpgroup, which is what `setmaxnreg` speaks to."""
+
 
 @dataclass(frozen=True, slots=True)
 class SparseTile:
     """One tile variant over one record.
 
-    row_tiles: 16-head groups that share each gathered chunk and its decoded fragments; warps: 4 or 8; stages: chunks in the ring;
-    blocks: blocks that a multiprocessor is meant to hold, which bounds registers and shared memory.
+    row_tiles: 16-head groups that share each gathered chunk and its decoded fragments; warps: 4 or 8, of one group; stages: chunks
+    in a group's ring; groups: 1, or 2 that halve the tokens between them.
     """
 
     name: str
@@ -55,13 +52,13 @@ class SparseTile:
     row_tiles: int
     warps: int
     stages: int
-    blocks: int
+    groups: int
 
     def __post_init__(self) -> None:
-        assert self.shared_bytes <= (SHARED_BYTES_OF_TWO if self.blocks == 2 else SHARED_BYTES_LIMIT)
+        assert self.shared_bytes <= SHARED_BYTES_LIMIT
         assert self.pitch % 16 == 0
         assert self.pitch >= self.record.record_bytes
-        assert self.chunk % (self.warps * COPY_TOKENS) == 0
+        assert self.groups == 1 or self.column_bytes <= self.exchange_offset
 
     @property
     def rows(self) -> int:
@@ -74,9 +71,29 @@ class SparseTile:
         return CHUNK
 
     @property
-    def threads(self) -> int:
-        """Threads of a block."""
+    def group_threads(self) -> int:
+        """Threads of a group."""
         return 32 * self.warps
+
+    @property
+    def consumer_threads(self) -> int:
+        """Threads of all groups."""
+        return self.group_threads * self.groups
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block, those that copy included."""
+        return self.consumer_threads + 32 * PRODUCER_WARPS
+
+    @property
+    def copy_warps(self) -> int:
+        """Warps that copy for one group."""
+        return PRODUCER_WARPS // self.groups
+
+    @property
+    def copy_records(self) -> int:
+        """Records of a chunk that one of them copies."""
+        return self.chunk // self.copy_warps
 
     @property
     def warp_slices(self) -> int:
@@ -92,16 +109,6 @@ class SparseTile:
     def chunk_shift(self) -> int:
         """log2 of `chunk`."""
         return self.chunk.bit_length() - 1
-
-    @property
-    def copy_rounds(self) -> int:
-        """Records of a chunk that one group of copying lanes takes in turn."""
-        return self.chunk // (self.warps * COPY_TOKENS)
-
-    @property
-    def whole_rounds(self) -> int:
-        """Rounds of `COPY_LANES` 16-byte pieces that a record fills."""
-        return self.record.record_bytes // (COPY_LANES * COPY_BYTES)
 
     # -------------------------------------------------------------- softmax layout
 
@@ -134,14 +141,19 @@ class SparseTile:
         return self.chunk * self.pitch
 
     @property
-    def indices_offset(self) -> int:
-        """Offset of the index entries of the chunk that a stage holds next."""
+    def full_offset(self) -> int:
+        """Offset of the mbarrier that says a stage's records have arrived."""
         return self.slots_offset + self.chunk * 4
 
     @property
+    def empty_offset(self) -> int:
+        """Offset of the mbarrier that says a stage has been read."""
+        return self.full_offset + 8
+
+    @property
     def stage_bytes(self) -> int:
-        """Bytes of one stage: records, their slots, the next indices."""
-        return self.indices_offset + self.chunk * 4
+        """Bytes of one stage: records, their slots, its two mbarriers."""
+        return self.empty_offset + 8
 
     @property
     def slice_bytes(self) -> int:
@@ -174,16 +186,42 @@ class SparseTile:
         return self.probability_offset + self.rows * self.probability_pitch
 
     @property
+    def group_bytes(self) -> int:
+        """Shared memory of one group."""
+        return -(-(self.statistics_offset + self.rows * 8) // 128) * 128
+
+    @property
+    def column_bytes(self) -> int:
+        """What a group sends the other at the end, through the idle ring: half of its accumulators."""
+        return self.group_threads * self.accumulators * 2
+
+    @property
     def shared_bytes(self) -> int:
         """All of it."""
-        return self.statistics_offset + self.rows * 8
+        return self.group_bytes * self.groups
 
     # -------------------------------------------------------------- registers
+
+    @property
+    def role_registers(self) -> tuple[int, int]:
+        """setmaxnreg of a thread that computes and of one that copies; a block must not ask for more than its launch has, else it hangs.
+
+        A launch of 384 threads has 168 each, and one of 256 what its threads that compute ask for.
+        """
+        if self.consumer_threads == 128:
+            return 240, 72
+        # Scales by token are more values that live through the softmax.
+        return (232, 40) if self.record.token_scale_at is not None else (216, 72)
 
     @property
     def warp_pairs(self) -> int:
         """16-bit pairs of one token that a lane holds over all of its warp's slices."""
         return self.warp_slices * LANE_PAIRS
+
+    @property
+    def lane_octets(self) -> int:
+        """Runs of eight neighbouring output columns of one lane."""
+        return 2 * self.warp_slices
 
     @property
     def accumulators(self) -> int:
@@ -196,6 +234,6 @@ def sparse_tile(tile: str, record: str) -> SparseTile:
     found = sparse_record(record)
     packed = found.latent == "e2m1"
     if tile == "heads16":
-        # Two blocks hide each other's barriers and starts; 656-byte records leave room for one.
-        return SparseTile(tile, found, row_tiles=1, warps=4, stages=2 if packed else 3, blocks=2 if packed else 1)
-    return SparseTile(tile, found, row_tiles=2, warps=8, stages=3 if packed else 2, blocks=1)
+        # Two groups hide each other's barriers; rings of 656-byte records leave room for one.
+        return SparseTile(tile, found, row_tiles=1, warps=4, stages=2 if packed else 3, groups=2 if packed else 1)
+    return SparseTile(tile, found, row_tiles=2, warps=8, stages=3 if packed else 2, groups=1)

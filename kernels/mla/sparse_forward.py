@@ -1,13 +1,14 @@
 """Sparse MLA: one block works on one query row, one tile of its heads and one split of its selected tokens. Traced code.
 
-The gather is in `sparse_loader`, records in `nvfp4`, the softmax in `sparse_softmax`; this composes them. A chunk costs two
-barriers: A hands out partial scores, B probabilities; both also say that a stage has been read or has arrived.
+The gather is in `sparse_loader`, records in `nvfp4`, the softmax in `sparse_softmax`; this composes them. Four warps copy, the
+others compute. A chunk costs these two barriers: A hands out partial scores, B probabilities, and B also says that its stage has
+been read. Where a block has two groups, each goes through half of the split's chunks on its own, and they add up their sums at
+the end.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
@@ -18,32 +19,16 @@ from cutlass.memory import SmemAllocator
 from mlactl.kernels.compiler import Traced
 from mlactl.kernels.mla import ptx, ptx_narrow
 from mlactl.kernels.mla.arguments import fake_tensor
-from mlactl.kernels.mla.nvfp4 import LatentDecoder, decoder_of
-from mlactl.kernels.mla.sparse_config import LANE_LATENT, LANE_PAIRS, RESCALE_BITS, SLICE_LATENT, SparseTile, sparse_tile
-from mlactl.kernels.mla.sparse_loader import SelectedSlots
+from mlactl.kernels.mla.nvfp4 import decoder_of
+from mlactl.kernels.mla.sparse_config import RESCALE_BITS, SparseTile, sparse_tile
+from mlactl.kernels.mla.sparse_epilogue import BLOCK_BARRIER, Target, finish
+from mlactl.kernels.mla.sparse_loader import SelectedSlots, next_parity, next_stage
 from mlactl.kernels.mla.sparse_records import LATENT, QUERY_WIDTH
 from mlactl.kernels.mla.sparse_softmax import UNSET, Softmax, SparseExchange
 
 LOG2E = 1.0 / math.log(2.0)
-LN2 = math.log(2.0)
-_BARRIER = 1
-
-
-@dataclass(frozen=True)
-class Target:
-    """Where a tile's rows go: addresses, byte strides (Int64), heads left of the tile's first, and its place among packed rows.
-
-    row_base: the tile's first packed row (query row * heads + head); slot_base: its first row in the scratch.
-    """
-
-    output: Int64
-    head_stride: Int64
-    lse: Int64
-    partial: Int64
-    partial_lse: Int64
-    rows: Int32
-    row_base: Int32
-    slot_base: Int32
+_GROUP_BARRIER = BLOCK_BARRIER + 1
+"""Named barrier of the first group; the second group's comes after it."""
 
 
 class SparseForward:
@@ -52,18 +37,27 @@ class SparseForward:
     def __init__(self, config: SparseTile, *, may_split: bool, identity: bool):
         self.config, self.may_split, self.identity = config, may_split, identity
 
-    def barrier(self):
-        """Barrier of the whole block."""
-        ptx.barrier(_BARRIER, self.config.threads)
+    def barrier(self, group):
+        """Barrier of one group."""
+        ptx.barrier(_GROUP_BARRIER + group, self.config.group_threads)
 
     @cute.jit
-    def settle(self, softmax: cutlass.Constexpr[Softmax], sums: cute.Tensor, scores: cutlass.Constexpr, kept: cute.Tensor, flag: Int32, lane: Int32):
+    def settle(
+        self,
+        softmax: cutlass.Constexpr[Softmax],
+        sums: cute.Tensor,
+        scores: cutlass.Constexpr,
+        kept: cute.Tensor,
+        flag: Int32,
+        group: cutlass.Constexpr,
+        lane: Int32,
+    ):
         """Barrier B; where any row passed its maximum by too much, the second pass and the rescaling of the sums."""
         config = self.config
-        needed = ptx_narrow.opaque(ptx.barrier_any(_BARRIER, config.threads, flag))
+        needed = ptx_narrow.opaque(ptx.barrier_any(_GROUP_BARRIER + group, config.group_threads, flag))
         for _ in cutlass.range(needed, unroll=1):
             softmax.raise_maximum(scores, kept)
-            self.barrier()
+            self.barrier(group)
             row = softmax.exchange.statistics + lane // 4 * 4
             for tile in cutlass.range_constexpr(config.row_tiles):
                 factors = [ptx.load_shared_f32(row, 1, tile * 64 + half * 32)[0] for half in range(2)]
@@ -72,39 +66,42 @@ class SparseForward:
                     sums[at] = sums[at] * factors[i % 4 // 2]
 
     @cute.jit
-    def attend(self, parts: cutlass.Constexpr, query: cutlass.Constexpr, sums: cute.Tensor, begin: Int32, end: Int32, lane: Int32):
-        """All chunks [begin, end) of the split, one after the other; the first `stages` of them are already on their way."""
+    def attend(
+        self,
+        parts: cutlass.Constexpr,
+        query: cutlass.Constexpr,
+        sums: cute.Tensor,
+        begin: Int32,
+        end: Int32,
+        group: cutlass.Constexpr,
+        group_thread: Int32,
+        lane: Int32,
+    ):
+        """All chunks [begin, end) of the group, one after the other."""
         config = self.config
-        decoder, exchange, source, softmax = parts
+        decoder, exchange, softmax = parts
         probabilities = exchange.probability_row(lane)
         kept = cute.make_rmem_tensor((config.row_tiles * config.scores,), Float32)
-        ahead = (begin + config.stages) * config.chunk
-        stage = exchange.shared
-        last = exchange.shared + (config.stages - 1) * config.stage_bytes
+        stage, parity = exchange.shared, Int32(0)
         for _ in cutlass.range(begin, end, unroll=1):
-            entries = source.entries(stage)
+            ptx.mbarrier_wait(stage + config.full_offset, parity)
             partial, chunk = decoder.scores(query, stage)
             slots = exchange.slots(stage)
             scales = decoder.token_scales(stage, exchange.tokens)
             exchange.send(partial)
-            self.barrier()
+            self.barrier(group)
             received = exchange.receive()
             values = decoder.transpose(chunk)
             scores = softmax.scores(received, slots, scales)
             flag = softmax.soften(scores, kept)
-            ptx_narrow.wait_copies_but(config.stages - 2)
-            self.settle(softmax, sums, scores, kept, flag, lane)
+            self.settle(softmax, sums, scores, kept, flag, group, lane)
+            # Barrier B lies behind: every thread of the group has read the stage.
+            ptx_narrow.mbarrier_arrive_if_zero(group_thread, stage + config.empty_offset)
             softmax.add(kept, slots, scales)
             weights = decoder.load_probabilities(probabilities)
-            # Only now: loads of shared memory would queue behind the copies.
-            source.fill(stage, ahead, entries)
-            ahead = ahead + config.chunk
             decoder.accumulate(sums, weights, values)
-            stage = self.after(stage, last, exchange.shared)
-
-    def after(self, stage, last, first):
-        """The stage behind `stage` in the ring."""
-        return ptx_narrow.where_equal(stage, last, first, stage + self.config.stage_bytes)
+            parity = next_parity(config, stage, exchange.shared, parity)
+            stage = next_stage(config, stage, exchange.shared)
 
     @cute.kernel
     def kernel(
@@ -143,128 +140,114 @@ class SparseForward:
         warp = cute.arch.make_warp_uniform(thread // 32)
 
         # ---------------------------------------------------------------- the unit
-        # Most rows use all their columns: their indices are on the way while the length, which decides it, still is.
-        likely = ptx.divide(top_k * split, splits) + thread * 32
-        if (thread < 2) & (likely < top_k):
+        # Most rows use all their columns: each group's first two lines of indices are on the way while the length, which
+        # decides it, still is.
+        part, line = thread // 32, thread % 32
+        likely = ptx.divide(top_k * (split * config.groups + part), splits * config.groups) + line * 32
+        if (part < config.groups) & (line < 2) & (likely < top_k):
             ptx.prefetch_l2(indices + Int64(row) * index_stride + Int64(likely) * 4)
         first = tile * config.rows
         rows = cutlass.min(heads - first, Int32(config.rows))
-        length = cutlass.max(cutlass.min(ptx.load_i32(lengths + Int64(row) * 4), top_k), Int32(0))
+        listed = ptx.load_i32(lengths + Int64(row) * 4)
+        shared = SmemAllocator().allocate(config.shared_bytes, 128).toint()
+        if thread == 0:
+            for ring in cutlass.range_constexpr(config.groups):
+                for stage in cutlass.range_constexpr(config.stages):
+                    at = shared + (ring * config.group_bytes + stage * config.stage_bytes)
+                    ptx.mbarrier_init(at + config.full_offset, config.copy_warps)
+                    ptx.mbarrier_init(at + config.empty_offset, 1)
+            ptx.mbarrier_init_fence()
+        cute.arch.sync_threads()
+
+        if warp >= config.consumer_threads // 32:
+            # ------------------------------------------------------------ producers
+            cute.arch.setmaxregister_decrease(config.role_registers[1])
+            producer = warp - config.consumer_threads // 32
+            fed = producer // config.copy_warps
+            length, row_splits, begin, end = self.unit(listed, top_k, split, splits)
+            ptx.exit_if(split >= row_splits)
+            if cutlass.const_expr(self.may_split):
+                ptx.launch_dependents()
+            first_chunk, last_chunk = self.part(fed, begin, end)
+            index_row = indices + Int64(row) * index_stride
+            limit = cutlass.min(last_chunk * config.chunk, length)
+            source = SelectedSlots.of(config, pool, record_stride, index_row, slots, limit, producer % config.copy_warps, lane)
+            source.produce(shared + fed * config.group_bytes, first_chunk, last_chunk)
+        else:
+            # ------------------------------------------------------------ consumers
+            cute.arch.setmaxregister_increase(config.role_registers[0])
+            group, member = self.member(warp)
+            restore = latent_scale if cutlass.const_expr(not self.identity) else None
+            decoder = decoder_of(config, member, lane, restore)
+            exchange = SparseExchange.of(config, shared + group * config.group_bytes, member, lane)
+            query_row = q + Int64(row) * q_row_stride
+            addresses = [
+                [query_row + Int64(first + cutlass.min(tile_row * 16 + half * 8 + lane // 4, rows - 1)) * q_head_stride for half in range(2)]
+                for tile_row in range(config.row_tiles)
+            ]
+            # The query needs nothing else: it travels while lengths, indices and records wait for each other.
+            query = decoder.load_query(addresses)
+            _, row_splits, begin, end = self.unit(listed, top_k, split, splits)
+            ptx.exit_if(split >= row_splits)
+            if cutlass.const_expr(self.may_split):
+                ptx.launch_dependents()
+            own_begin, own_end = self.part(group, begin, end)
+            sums = cute.make_rmem_tensor((config.accumulators,), Float32)
+            for i in cutlass.range_constexpr(config.accumulators):
+                sums[i] = Float32(0.0)
+            peaks, shifts, totals = (cute.make_rmem_tensor((config.row_tiles,), Float32) for _ in range(3))
+            for i in cutlass.range_constexpr(config.row_tiles):
+                peaks[i] = Float32(UNSET)
+                shifts[i] = Float32(0.0)
+                totals[i] = Float32(0.0)
+            softmax = Softmax(exchange, decoder, scale, threshold, peaks, shifts, totals)
+            self.attend((decoder, exchange, softmax), query, sums, own_begin, own_end, group, thread % config.group_threads, lane)
+
+            # -------------------------------------------------------- epilogue
+            self.barrier(group)
+            for i in cutlass.range_constexpr(config.row_tiles):
+                exchange.store_statistic(i, peaks[i] * scale, 0)
+                exchange.store_statistic(i, exchange.reduce_row(totals[i], lambda a, b: a + b), 1)
+            row_base = row * heads + first
+            target = Target(
+                output + Int64(row) * output_row_stride + Int64(first) * output_head_stride,
+                output_head_stride,
+                lse,
+                partial,
+                partial_lse,
+                rows,
+                row_base,
+                split * slot_step + row_base,
+                row_splits if self.may_split else None,
+            )
+            if cutlass.const_expr(self.may_split):  # noqa: SIM102  one is decided when traced, the other on the device
+                if (splits > 1) & (split == 0) & (thread < rows):
+                    ptx.store_b32(directory + Int64(row_base + thread) * 16, [row_base + thread, slot_step, row_splits, Int32(0)])
+            ptx.barrier(BLOCK_BARRIER, config.consumer_threads)
+            finish(decoder, target, sums, exchange, group, member, lane, thread)
+
+    def unit(self, listed, top_k, split, splits):
+        """(tokens of the row, its splits, chunks [begin, end) of this one) by the row's length as it is in memory."""
+        config = self.config
+        length = cutlass.max(cutlass.min(listed, top_k), Int32(0))
         chunks = (length + (config.chunk - 1)) >> config.chunk_shift
         row_splits = Int32(1)
-        if cutlass.const_expr(self.may_split):
+        if self.may_split:
             row_splits = cutlass.min(splits, cutlass.max(chunks, Int32(1)))
-            ptx.exit_if(split >= row_splits)
-        begin = ptx.divide(chunks * split, row_splits)
-        end = ptx.divide(chunks * (split + 1), row_splits)
+        return length, row_splits, ptx.divide(chunks * split, row_splits), ptx.divide(chunks * (split + 1), row_splits)
 
-        # ---------------------------------------------------------------- first records, query
-        shared = SmemAllocator().allocate(config.shared_bytes, 128).toint()
-        last = cutlass.min(end * config.chunk, length)
-        source = SelectedSlots.of(config, pool, record_stride, indices + Int64(row) * index_stride, slots, last, warp, lane)
-        early = [source.start((begin + stage) * config.chunk) for stage in range(config.stages)]
-        for stage in cutlass.range_constexpr(config.stages):
-            source.fill(shared + stage * config.stage_bytes, (begin + stage) * config.chunk, early[stage])
-        if cutlass.const_expr(self.may_split):
-            ptx.launch_dependents()
-        restore = latent_scale if cutlass.const_expr(not self.identity) else None
-        decoder = decoder_of(config, warp, lane, restore)
-        exchange = SparseExchange.of(config, shared, warp, lane)
-        query_row = q + Int64(row) * q_row_stride
-        addresses = [
-            [query_row + Int64(first + cutlass.min(tile_row * 16 + half * 8 + lane // 4, rows - 1)) * q_head_stride for half in range(2)]
-            for tile_row in range(config.row_tiles)
-        ]
-        query = decoder.load_query(addresses)
-        sums = cute.make_rmem_tensor((config.accumulators,), Float32)
-        for i in cutlass.range_constexpr(config.accumulators):
-            sums[i] = Float32(0.0)
-        peaks, shifts, totals = (cute.make_rmem_tensor((config.row_tiles,), Float32) for _ in range(3))
-        for i in cutlass.range_constexpr(config.row_tiles):
-            peaks[i] = Float32(UNSET)
-            shifts[i] = Float32(0.0)
-            totals[i] = Float32(0.0)
-        softmax = Softmax(exchange, decoder, scale, threshold, peaks, shifts, totals)
-        ptx_narrow.wait_copies_but(config.stages - 1)
-        self.barrier()
-        self.attend((decoder, exchange, source, softmax), query, sums, begin, end, lane)
+    def member(self, warp):
+        """(group, place in it) of a warp that computes."""
+        if self.config.groups == 1:
+            return 0, warp
+        return warp // self.config.warps, warp % self.config.warps
 
-        # ---------------------------------------------------------------- epilogue
-        self.barrier()
-        for i in cutlass.range_constexpr(config.row_tiles):
-            exchange.store_statistic(i, peaks[i] * scale, 0)
-            exchange.store_statistic(i, exchange.reduce_row(totals[i], lambda a, b: a + b), 1)
-        row_base = row * heads + first
-        target = Target(
-            output + Int64(row) * output_row_stride + Int64(first) * output_head_stride,
-            output_head_stride,
-            lse,
-            partial,
-            partial_lse,
-            rows,
-            row_base,
-            split * slot_step + row_base,
-        )
-        if cutlass.const_expr(self.may_split):  # noqa: SIM102  one is decided when traced, the other on the device
-            if (splits > 1) & (split == 0) & (thread < rows):
-                ptx.store_b32(directory + Int64(row_base + thread) * 16, [row_base + thread, slot_step, row_splits, Int32(0)])
-        self.barrier()
-        self.finish(target, decoder, sums, exchange.statistics, warp, lane, thread, row_splits)
-
-    @cute.jit
-    def finish(
-        self,
-        target: cutlass.Constexpr[Target],
-        decoder: cutlass.Constexpr[LatentDecoder],
-        sums: cute.Tensor,
-        statistics: Int32,
-        warp: Int32,
-        lane: Int32,
-        thread: Int32,
-        row_splits: Int32,
-    ):
-        """Normalises and stores: bf16 output and LSE of a row's only split, else fp32 partials for the merge."""
-        config = self.config
-        order = decoder.columns()
-        for tile in cutlass.range_constexpr(config.row_tiles):
-            for half in cutlass.range_constexpr(2):
-                row = tile * 16 + half * 8 + lane // 4
-                factor = ptx.reciprocal_or_zero(ptx.load_shared_f32(statistics + row * 4, 1, config.rows * 4)[0])
-                if cutlass.const_expr(decoder.shift):
-                    factor = factor * Float32(decoder.unit)
-                if cutlass.const_expr(not self.identity):
-                    factor = factor * decoder.scale
-                if row < target.rows:
-                    for part in cutlass.range_constexpr(config.warp_slices):
-                        first = (tile * config.warp_slices + part) * LANE_PAIRS
-                        column = decoder.parts[part] * SLICE_LATENT + lane % 4 * LANE_LATENT
-                        values = [sums[(first + pair) * 4 + half * 2 + side] * factor for pair, side in order]
-                        if cutlass.const_expr(self.may_split):
-                            if row_splits == 1:
-                                self.store_output(target, row, column, values)
-                            else:
-                                address = target.partial + (Int64(target.slot_base + row) * LATENT + Int64(column)) * 4
-                                for i in cutlass.range_constexpr(4):
-                                    ptx_narrow.store_f32x4(address, values[4 * i : 4 * i + 4], 16 * i)
-                        else:
-                            self.store_output(target, row, column, values)
-        if thread < target.rows:
-            maximum, total = (ptx.load_shared_f32(statistics + thread * 4, 1, config.rows * 4 * i)[0] for i in range(2))
-            value = (maximum + ptx.log2(total)) * Float32(LN2)
-            if total <= Float32(0.0):
-                value = Float32(-math.inf)
-            address = target.lse + Int64(target.row_base + thread) * 4
-            if cutlass.const_expr(self.may_split):  # noqa: SIM102
-                if row_splits > 1:
-                    address = target.partial_lse + Int64(target.slot_base + thread) * 4
-            ptx.store_f32(address, value)
-
-    def store_output(self, target, row, column, values):
-        """A lane's 16 consecutive output elements as bf16."""
-        address = target.output + Int64(row) * target.head_stride + Int64(column) * 2
-        words = [ptx.pack_bf16(values[2 * i], values[2 * i + 1]) for i in range(LANE_PAIRS)]
-        ptx.store_b32(address, words[:4])
-        ptx.store_b32(address, words[4:], 16)
+    def part(self, group, begin, end):
+        """Chunks [begin, end) of a group: of two, the first takes half, rounded up."""
+        if self.config.groups == 1:
+            return begin, end
+        middle = (begin + end + 1) >> 1
+        return ptx_narrow.where_equal(group, Int32(0), begin, middle), ptx_narrow.where_equal(group, Int32(0), middle, end)
 
     @cute.jit
     def __call__(
@@ -317,7 +300,7 @@ class SparseForward:
             block=[config.threads, 1, 1],
             smem=config.shared_bytes,
             stream=stream,
-            min_blocks_per_mp=config.blocks,
+            min_blocks_per_mp=1,
             # Said here because the compiler would otherwise ask a device for it, and there may be none.
             preferred_smem_carveout=100,
         )

@@ -104,8 +104,8 @@ def _check(caps: SparseCaps) -> None:
 def plan(caps: SparseCaps) -> SparsePlan:
     """Decides tile, splits and scratch on the host; touches no device and allocates nothing. Raises PlanError."""
     _check(caps)
-    tile = sparse_policy.tile_for(caps.mode, caps.heads, caps.max_rows, caps.multiprocessors)
-    splits = sparse_policy.splits_for(caps.mode, tile, caps.record, caps.max_rows, caps.heads, caps.top_k, caps.multiprocessors)
+    tile = sparse_policy.tile_for(caps.mode, caps.heads, caps.max_rows, caps.record, caps.multiprocessors)
+    splits = sparse_policy.splits_for(caps.mode, tile, caps.max_rows, caps.heads, caps.top_k, caps.multiprocessors)
     rows = caps.max_rows * caps.heads
     slots = splits * rows if splits > 1 else 0
     if caps.top_k > _INT32_MAX // 2 or max(slots, rows) > _INT32_MAX:

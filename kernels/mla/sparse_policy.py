@@ -22,8 +22,11 @@ MODES = ("decode", "verify", "prefill")
 _MIN_SPLIT_CHUNKS = 3
 """Chunks under which a split costs more in the merge than it saves."""
 
-_FEW_ROWS_SPLITS = 4
-"""Splits of 16-head tiles from which they beat 32-head ones."""
+_FEW_ROWS_SPLITS = 3
+"""Splits of a row in blocks of two groups, 16 heads each, from which they beat 32-head ones whatever those can be split."""
+
+_LONE_GROUP_SPLITS = 5
+"""The same where a 16-head block has one group only."""
 
 
 def tiles_for(mode: str, heads: int) -> tuple[str, ...]:
@@ -33,12 +36,17 @@ def tiles_for(mode: str, heads: int) -> tuple[str, ...]:
     return ("heads32",) if mode == "prefill" else ("heads16", "heads32")
 
 
-def tile_for(mode: str, heads: int, rows: int, multiprocessors: int) -> str:
-    """Tile variant. 32 heads share each gathered chunk and what is decoded of it; 16 a block, for the most blocks, are better
-    while a row can be split four ways or more."""
-    choice = tiles_for(mode, heads)
-    few = splits_of("heads16", rows, heads, 2 * multiprocessors) >= _FEW_ROWS_SPLITS
-    return choice[0] if few else choice[-1]
+def tile_for(mode: str, heads: int, rows: int, record: str, multiprocessors: int) -> str:
+    """Tile variant. A chunk takes 32 heads, which share what is gathered and decoded, under twice as long as 16: their blocks win
+    where they are so few that they fill the card with more than twice the splits, and where even unsplit 16-head blocks are too
+    many to run at once."""
+    choices = tiles_for(mode, heads)
+    if len(choices) == 1:
+        return choices[0]
+    small, large = (splits_of(tile, rows, heads, multiprocessors) for tile in choices)
+    if sparse_tile(choices[0], record).groups == 1:
+        return choices[0] if small >= _LONE_GROUP_SPLITS else choices[1]
+    return choices[0] if small >= _FEW_ROWS_SPLITS or (small >= 1 and large <= 2 * small) else choices[1]
 
 
 def tiles_of(tile: str, heads: int) -> int:
@@ -46,18 +54,17 @@ def tiles_of(tile: str, heads: int) -> int:
     return -(-heads // TILE_ROWS[tile])
 
 
-def splits_of(tile: str, rows: int, heads: int, places: int) -> int:
-    """Splits of each row that `places` blocks at once have room for."""
-    return places // (rows * tiles_of(tile, heads))
+def splits_of(tile: str, rows: int, heads: int, multiprocessors: int) -> int:
+    """Splits of each row that one wave of blocks, one a multiprocessor, has room for."""
+    return multiprocessors // (rows * tiles_of(tile, heads))
 
 
-def splits_for(mode: str, tile: str, record: str, rows: int, heads: int, top_k: int, multiprocessors: int) -> int:
+def splits_for(mode: str, tile: str, rows: int, heads: int, top_k: int, multiprocessors: int) -> int:
     """Splits of each row: one wave of blocks, no split shorter than it is worth. Prefill never splits."""
     if mode == "prefill":
         return 1
-    places = multiprocessors * sparse_tile(tile, record).blocks
     longest = -(-top_k // CHUNK) // _MIN_SPLIT_CHUNKS
-    return max(1, min(splits_of(tile, rows, heads, places), longest))
+    return max(1, min(splits_of(tile, rows, heads, multiprocessors), longest))
 
 
 def merge_groups(splits: int) -> int:

@@ -150,7 +150,8 @@ class Softmax:
         for parts in received:
             raw = add_up(parts)
             if token_scales is not None:
-                raw = [x + ptx.log2(s) / self.scale for x, s in zip(raw, token_scales, strict=True)]
+                unit = ptx_narrow.reciprocal(self.scale)
+                raw = [ptx.multiply_add(ptx.log2(s), unit, x) for x, s in zip(raw, token_scales, strict=True)]
             final.append([ptx_narrow.where_valid(slot, x, Float32(UNSET)) for slot, x in zip(slots, raw, strict=True)])
         return final
 
@@ -187,5 +188,8 @@ class Softmax:
         for tile in range(self.exchange.config.row_tiles):
             own = [kept[tile * scores + i] for i in range(scores)]
             if token_scales is not None:
-                own = [ptx_narrow.where_valid(slot, x / s, Float32(0.0)) for slot, x, s in zip(slots, own, token_scales, strict=True)]
+                own = [
+                    ptx_narrow.where_valid(slot, x * ptx_narrow.reciprocal(s), Float32(0.0))
+                    for slot, x, s in zip(slots, own, token_scales, strict=True)
+                ]
             self.totals[tile] = self.totals[tile] + ptx.total(own)

@@ -54,10 +54,30 @@ def test_holes_anywhere_and_duplicates(arch, multiprocessors, record, holes):
     require(case.judge())
 
 
-@pytest.mark.parametrize("rows", [1, 2, 5, 17, 40, 300])
+@pytest.mark.parametrize("rows", [1, 2, 5, 17, 30, 40, 100, 300])
 @pytest.mark.parametrize("heads", [16, 64])
 def test_split_counts_from_many_to_one(arch, multiprocessors, heads, rows):
     require(make_case(arch, multiprocessors, rows=rows, heads=heads, top_k=1024, seed=rows).judge())
+
+
+PAIR_LENGTHS = (0, 1, 31, 32, 33, 63, 64, 65, 96, 97, 128, 1000, 2047, 2048)
+
+
+@pytest.mark.parametrize("record", [record for record in RECORDS if record != "fp8_ds_mla"])
+def test_two_groups_of_a_block(arch, multiprocessors, record):
+    """The second half of a row's tokens may be missing, or hold holes only; either group may have seen nothing."""
+    rows = multiprocessors // 4
+    lengths = [PAIR_LENGTHS[row % len(PAIR_LENGTHS)] for row in range(rows)]
+    case = make_case(arch, multiprocessors, record=record, heads=64, rows=rows, lengths=lengths, holes=0.2, seed=12)
+    assert (case.plan.tile, case.plan.splits) == ("heads16", 1)
+    case.tensors.indices[12, :1024] = -1
+    case.tensors.indices[13, 1024:] = -1
+    require(case.judge())
+    first = case.run()
+    assert all(torch.equal(a, b) for a, b in zip(case.run(), first, strict=True))
+    if record in STATIC:
+        assert all(torch.equal(a, b) for a, b in zip(forced(case, 1.0, 0), first, strict=True))
+        require(make_case(arch, multiprocessors, record=record, heads=64, rows=rows, lengths=lengths, latent_scale=0.37, seed=13).judge())
 
 
 def test_the_second_pass_of_the_softmax_when_scores_grow(arch, multiprocessors):
