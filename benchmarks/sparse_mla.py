@@ -14,22 +14,25 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "gpu"))
 
-from dense_mla import FLUSH_BYTES, commit_of, copy_bandwidth, driver_version
-from mma_peak import measure_tflops
+from mma_peak import load_file
 from sparse_cases import TOLERANCE, SparseCase, make_cache, make_case
 
-from mlactl.kernels import registry
+from mlactl.bench import measure
+from mlactl.bench.floors import Rates
+from mlactl.bench.method import MIN_SAMPLES, method
+from mlactl.bench.objects import peak_spec
+from mlactl.bench.record import gate_json, provenance
+from mlactl.bench.verify_plan import device_here
 from mlactl.kernels.mla import gate
 from mlactl.kernels.mla.dense import DenseTensors
 from mlactl.kernels.mla.latent_scale import LatentScale
@@ -38,6 +41,7 @@ from mlactl.kernels.mla.planner import plan as plan_dense
 from mlactl.kernels.mla.sparse import SparseBinding
 from mlactl.kernels.mla.sparse_records import SPARSE_RECORDS
 from mlactl.kernels.mla.sparse_reference import sparse_mla_reference
+from mlactl.kernels.spec import CompileSpec
 from mlactl.opening import open_runtime
 
 POOL_SLOTS, PAGE_SIZE, TOP_K = 204_800, 64, 2048
@@ -50,15 +54,13 @@ SHAPES = (("decode", 32, 16), ("prefill", 512, 16), ("decode", 32, 64), ("decode
 
 @dataclass
 class Arm:
-    """One thing to time on a shape."""
+    """One thing to time on a shape, and what the gate said of it."""
 
     name: str
     run: Callable[[], tuple[torch.Tensor, torch.Tensor]]
     record_bytes: int
     verdict: gate.Verdict
-    specs: list[dict[str, object]]
-    graph: torch.cuda.CUDAGraph | None = None
-    samples_us: list[float] = field(default_factory=list)
+    specs: tuple[CompileSpec, ...]
 
 
 def sparse_arm(name: str, case: SparseCase, *, identity: int | None = None) -> Arm:
@@ -70,7 +72,7 @@ def sparse_arm(name: str, case: SparseCase, *, identity: int | None = None) -> A
     case.poison()
     output, lse = binding.run()
     verdict = gate.judge(output, lse, *case.reference(), TOLERANCE)
-    specs = [binding.spec.as_json()] + ([case.plan.merge.as_json()] if case.plan.merge is not None else [])
+    specs = (binding.spec, *((case.plan.merge,) if case.plan.merge is not None else ()))
     return Arm(name, binding.run, case.plan.record.record_bytes, verdict, specs)
 
 
@@ -85,9 +87,7 @@ def bf16_arm(case: SparseCase, cache: torch.Tensor, arch: str, multiprocessors: 
     binding = built.bind(tensors)
     binding.run()
     reference = sparse_mla_reference(t.q, cache.view(torch.uint8), t.indices, t.lengths, record="bf16", sm_scale=t.sm_scale, dtype=torch.float64)
-    return Arm(
-        "bf16", binding.run, BF16_BYTES, gate.judge(output, lse, *reference, gate.TOLERANCES["bf16"]), [spec.as_json() for spec in built.specs]
-    )
+    return Arm("bf16", binding.run, BF16_BYTES, gate.judge(output, lse, *reference, gate.TOLERANCES["bf16"]), tuple(built.specs))
 
 
 def arms_of(
@@ -121,48 +121,24 @@ def arms_of(
     ]
 
 
-def sample(arms: list[Arm], samples: int) -> None:
-    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
-    for turn in range(samples):
-        start_at = turn % len(arms)
-        for arm in arms[start_at:] + arms[:start_at]:
-            assert arm.graph is not None
-            flush.fill_(turn % 250)
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            arm.graph.replay()
-            end.record()
-            torch.cuda.synchronize()
-            arm.samples_us.append(start.elapsed_time(end) * 1e3)
-
-
-def capture(arm: Arm) -> None:
-    arm.run()
-    torch.cuda.synchronize()
-    arm.graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(arm.graph):
-        arm.run()
-
-
-def row_of(mode: str, rows: int, heads: int, arms: list[Arm], copy_bytes_s: float, tflops: float) -> dict[str, object]:
+def row_of(mode: str, rows: int, heads: int, arms: list[Arm], timed: list[measure.Timed], rates: Rates) -> dict[str, object]:
     """One shape: medians, speed-ups over bf16 records and shares of each arm's own floor."""
-    baseline = statistics.median(next(arm.samples_us for arm in arms if arm.name == "bf16"))
+    medians = {one.name: statistics.median(one.samples_us) for one in timed}
     described = []
-    for arm in arms:
-        median = statistics.median(arm.samples_us)
-        memory = rows * (TOP_K * arm.record_bytes + heads * (QUERY_BYTES + OUTPUT_BYTES)) / copy_bytes_s * 1e6
-        mma = TOP_K * rows * heads * FLOP_PER_KEY / tflops * 1e-6
+    for arm, one in zip(arms, timed, strict=True):
+        memory_us = rows * (TOP_K * arm.record_bytes + heads * (QUERY_BYTES + OUTPUT_BYTES)) / rates.bytes_per_s * 1e6
+        mma_us = TOP_K * rows * heads * FLOP_PER_KEY / rates.flop_per_s * 1e6
         described.append(
             {
                 "arm": arm.name,
-                "median_us": median,
-                "speedup_over_bf16": baseline / median,
-                "memory_floor_us": memory,
-                "mma_floor_us": mma,
-                "share_of_floor": max(memory, mma) / median,
-                "gate": {"cosine": arm.verdict.cosine, "norm": arm.verdict.norm, "peak": arm.verdict.peak, "lse": arm.verdict.lse},
-                "specs": arm.specs,
-                "samples_us": arm.samples_us,
+                "median_us": medians[arm.name],
+                "speedup_over_bf16": medians["bf16"] / medians[arm.name],
+                "memory_floor_us": memory_us,
+                "mma_floor_us": mma_us,
+                "share_of_floor": max(memory_us, mma_us) / medians[arm.name],
+                "gate": dict(gate_json(arm.verdict)),
+                "specs": [spec.as_json() for spec in arm.specs],
+                "samples_us": one.samples_us,
             }
         )
     return {"shape": f"{mode} {rows} rows, H {heads}, top-k {TOP_K}", "arms": described}
@@ -170,61 +146,54 @@ def row_of(mode: str, rows: int, heads: int, arms: list[Arm], copy_bytes_s: floa
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mma-object", type=Path, required=True, help="made by mma_peak_kernel.py")
+    parser.add_argument("--mma-object", type=Path, help="microbenchmark made by mma_peak_kernel.py; without it the cache's")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--samples", type=int, default=21)
+    parser.add_argument("--samples", type=int, default=MIN_SAMPLES)
     parser.add_argument("--commit", help="recorded where the working tree has no git history")
     options = parser.parse_args()
-    if options.samples < 21:
-        parser.error("medians are of at least 21 samples")
+    if options.samples < MIN_SAMPLES:
+        parser.error(f"medians are of at least {MIN_SAMPLES} samples")
     open_runtime()
-    device = torch.cuda.get_device_properties(0)
-    arch, multiprocessors = f"sm_{device.major}{device.minor}a", device.multi_processor_count
-    copy_bytes_s, tflops = copy_bandwidth(), measure_tflops(options.mma_object)
-    print(f"{device.name}: copy {copy_bytes_s * 1e-9:.0f} GB/s, mma.sync {tflops:.0f} TFLOP/s", flush=True)
+    target, card = device_here()
+    peak = peak_spec()
+    mma = measure.mma_flop_per_s(peak, target.arch) if options.mma_object is None else measure.mma_rate(load_file(options.mma_object), peak)
+    rates = Rates(measure.copy_bytes_per_s(), mma)
+    print(f"{card}: copy {rates.bytes_per_s * 1e-9:.0f} GB/s, mma.sync {rates.flop_per_s * 1e-12:.0f} TFLOP/s", flush=True)
     caches: dict[tuple[str, float], torch.Tensor] = {}
     bf16 = torch.randn(POOL_SLOTS, 1, 576, device="cuda").bfloat16()
-    shapes = []
+    shapes, specs = [], []
     for mode, rows, heads in SHAPES:
-        arms = arms_of(mode, rows, heads, arch, multiprocessors, caches, bf16)
+        arms = arms_of(mode, rows, heads, target.arch, target.multiprocessors, caches, bf16)
         refused = [arm for arm in arms if not arm.verdict.passed]
         for arm in refused:
             print(f"{mode} {rows} rows, H {heads}, {arm.name}: not timed, the gate refused it: {'; '.join(arm.verdict.failures)}", flush=True)
         if refused:
             return 1
-        for arm in arms:
-            capture(arm)
-        sample(arms, 3)
-        for arm in arms:
-            arm.samples_us.clear()
-        sample(arms, options.samples)
-        described = row_of(mode, rows, heads, arms, copy_bytes_s, tflops)
+        timed = [measure.capture(arm.name, arm.run) for arm in arms]
+        measure.sample(timed, options.samples)
+        described = row_of(mode, rows, heads, arms, timed, rates)
         shapes.append(described)
+        specs += [spec for arm in arms for spec in arm.specs]
         print(
             described["shape"],
             "  ".join(f"{arm['arm']} {arm['median_us']:.1f} ({arm['speedup_over_bf16']:.2f}x)" for arm in described["arms"]),
             flush=True,
         )
     if options.out:
-        kernels = (
-            registry.SPARSE_DECODE.kernel_id,
-            registry.SPARSE_PREFILL.kernel_id,
-            registry.DENSE_MERGE.kernel_id,
-            registry.DENSE_FORWARD.kernel_id,
-        )
+        found = provenance(" ".join(["python", *sys.argv]), options.commit, specs)
         result = {
             "schema_version": 1,
-            "command": " ".join(["python", *sys.argv]),
-            "commit": commit_of(options.commit),
-            "sources": {kernel: registry.sources_digest(kernel) for kernel in kernels},
-            "card": device.name,
-            "driver": driver_version(),
-            "versions": {"torch": torch.__version__, "python": platform.python_version()},
-            "method": f"graph replay, {FLUSH_BYTES >> 20} MiB written between replays, median of {options.samples}, arms rotated",
+            "benchmark": "sparse_mla",
+            **found,
+            "versions": {**found["versions"], "torch": torch.__version__},
+            "card": card,
+            "arch": target.arch,
+            "multiprocessors": target.multiprocessors,
+            "method": method(options.samples),
             "direction": "times: lower is better; speedup = bf16 / arm, share = floor / arm: higher is better",
             "pool": {"slots": POOL_SLOTS, "page_size": PAGE_SIZE, "records": {name: record.record_bytes for name, record in SPARSE_RECORDS.items()}},
-            "copy_bytes_per_s": copy_bytes_s,
-            "mma_tflops": tflops,
+            "bytes_per_s": rates.bytes_per_s,
+            "mma_flop_per_s": rates.flop_per_s,
             "shapes": shapes,
         }
         options.out.write_text(json.dumps(result, indent=1))
