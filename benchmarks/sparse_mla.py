@@ -1,10 +1,11 @@
 """Times sparse MLA over quantised records against bf16 records gathered in the same run, and writes one JSON record.
 
-    MLACTL_CACHE_DIR=… python benchmarks/sparse_mla.py --mma-object PEAK.so --out sparse_mla.json
+    MLACTL_CACHE_DIR=… python benchmarks/sparse_mla.py --out sparse_mla.json
 
 CUDA-graph replay, 256 MiB written between replays (a dirty, cold L2), median of at least 21, arms in rotated order, the
 correctness gate before any timing. The bf16 arm is the dense kernel over pages of one token: the same slots, the same query,
-records of 1,152 bytes. speedup = bf16 / arm and share = floor / arm: higher is better.
+records of 1,152 bytes. speedup = bf16 / arm and share = floor / arm: higher is better; a floor moves each record once, however
+many rows select it.
 
 Arms: identity (432-byte records, scale 1.0), dynamic_at_one (the other variant on the same bytes), dynamic (scale 0.37),
 record_368, per_token, fp8_ds_mla, bf16.
@@ -28,7 +29,7 @@ from mma_peak import load_file
 from sparse_cases import TOLERANCE, SparseCase, make_cache, make_case
 
 from mlactl.bench import measure
-from mlactl.bench.floors import Rates
+from mlactl.bench.floors import Rates, Work, floors
 from mlactl.bench.method import MIN_SAMPLES, method
 from mlactl.bench.objects import peak_spec
 from mlactl.bench.record import gate_json, provenance
@@ -54,9 +55,10 @@ SHAPES = (("decode", 32, 16), ("prefill", 512, 16), ("decode", 32, 64), ("decode
 
 @dataclass
 class Arm:
-    """One thing to time on a shape, and what the gate said of it."""
+    """One thing to time on a shape, and what the gate said of it; records: how many different ones it reads."""
 
     name: str
+    records: int
     run: Callable[[], tuple[torch.Tensor, torch.Tensor]]
     record_bytes: int
     verdict: gate.Verdict
@@ -73,7 +75,7 @@ def sparse_arm(name: str, case: SparseCase, *, identity: int | None = None) -> A
     output, lse = binding.run()
     verdict = gate.judge(output, lse, *case.reference(), TOLERANCE)
     specs = (binding.spec, *((case.plan.merge,) if case.plan.merge is not None else ()))
-    return Arm(name, binding.run, case.plan.record.record_bytes, verdict, specs)
+    return Arm(name, case.tensors.indices.unique().numel(), binding.run, case.plan.record.record_bytes, verdict, specs)
 
 
 def bf16_arm(case: SparseCase, cache: torch.Tensor, arch: str, multiprocessors: int) -> Arm:
@@ -87,7 +89,8 @@ def bf16_arm(case: SparseCase, cache: torch.Tensor, arch: str, multiprocessors: 
     binding = built.bind(tensors)
     binding.run()
     reference = sparse_mla_reference(t.q, cache.view(torch.uint8), t.indices, t.lengths, record="bf16", sm_scale=t.sm_scale, dtype=torch.float64)
-    return Arm("bf16", binding.run, BF16_BYTES, gate.judge(output, lse, *reference, gate.TOLERANCES["bf16"]), tuple(built.specs))
+    verdict = gate.judge(output, lse, *reference, gate.TOLERANCES["bf16"])
+    return Arm("bf16", t.indices.unique().numel(), binding.run, BF16_BYTES, verdict, tuple(built.specs))
 
 
 def arms_of(
@@ -121,27 +124,27 @@ def arms_of(
     ]
 
 
-def row_of(mode: str, rows: int, heads: int, arms: list[Arm], timed: list[measure.Timed], rates: Rates) -> dict[str, object]:
-    """One shape: medians, speed-ups over bf16 records and shares of each arm's own floor."""
+def row_of(mode: str, rows: int, heads: int, records: int, arms: list[Arm], timed: list[measure.Timed], rates: Rates) -> dict[str, object]:
+    """One shape, of `records` different records: medians, speed-ups over bf16 records and shares of each arm's own floor."""
     medians = {one.name: statistics.median(one.samples_us) for one in timed}
     described = []
     for arm, one in zip(arms, timed, strict=True):
-        memory_us = rows * (TOP_K * arm.record_bytes + heads * (QUERY_BYTES + OUTPUT_BYTES)) / rates.bytes_per_s * 1e6
-        mma_us = TOP_K * rows * heads * FLOP_PER_KEY / rates.flop_per_s * 1e6
+        moved = records * arm.record_bytes + rows * heads * (QUERY_BYTES + OUTPUT_BYTES)
+        floor = floors(Work(TOP_K * rows * heads * FLOP_PER_KEY, moved), rates)
         described.append(
             {
                 "arm": arm.name,
                 "median_us": medians[arm.name],
                 "speedup_over_bf16": medians["bf16"] / medians[arm.name],
-                "memory_floor_us": memory_us,
-                "mma_floor_us": mma_us,
-                "share_of_floor": max(memory_us, mma_us) / medians[arm.name],
+                "memory_floor_us": floor.memory_us,
+                "mma_floor_us": floor.mma_us,
+                "share_of_floor": floor.larger_us / medians[arm.name],
                 "gate": dict(gate_json(arm.verdict)),
                 "specs": [spec.as_json() for spec in arm.specs],
                 "samples_us": one.samples_us,
             }
         )
-    return {"shape": f"{mode} {rows} rows, H {heads}, top-k {TOP_K}", "arms": described}
+    return {"shape": f"{mode} {rows} rows, H {heads}, top-k {TOP_K}", "records": records, "arms": described}
 
 
 def main() -> int:
@@ -171,7 +174,7 @@ def main() -> int:
             return 1
         timed = [measure.capture(arm.name, arm.run) for arm in arms]
         measure.sample(timed, options.samples)
-        described = row_of(mode, rows, heads, arms, timed, rates)
+        described = row_of(mode, rows, heads, arms[0].records, arms, timed, rates)
         shapes.append(described)
         specs += [spec for arm in arms for spec in arm.specs]
         print(

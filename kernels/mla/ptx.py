@@ -185,6 +185,11 @@ def mbarrier_init_fence():
     inline([], [], "fence.mbarrier_init.release.cluster;", "~{memory}", effects=True)
 
 
+def mbarrier_invalidate(address):
+    """Gives an mbarrier's memory back for other use; nobody may still wait on it."""
+    inline([], [address], "mbarrier.inval.shared.b64 [$0];", "r,~{memory}", effects=True)
+
+
 def mbarrier_arrive(address):
     """Arrives at an mbarrier."""
     inline([], [address], "mbarrier.arrive.shared.b64 _, [$0];", "r,~{memory}", effects=True)

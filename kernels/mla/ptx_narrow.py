@@ -1,4 +1,4 @@
-"""The PTX instructions that quantised records add: narrow conversions, f16 products, register transposes, zero-filling copies. Traced code.
+"""The PTX instructions that quantised records add: narrow conversions, f16 products, register transposes, the gather of records. Traced code.
 
 Words are Int32; a "pair" is an f16x2 or bf16x2 word, its lower half first. Addresses are plain integers, as in `ptx`.
 """
@@ -135,21 +135,6 @@ def mbarrier_arrive_if_zero(test, address):
 def permute(a, b, selector):
     """Bytes picked from the 8 bytes of (a, b) by the four nibbles of `selector`."""
     return inline([Int32], [a, b], f"prmt.b32 $0, $1, $2, 0x{selector:04x};", "=r,r,r", effects=False)
-
-
-def opaque(word):
-    """The same Int32, of which the compiler knows nothing: a loop of `opaque(flag)` trips stays a branch."""
-    return inline([Int32], [word], "mov.b32 $0, $1;", "=r,r", effects=True)
-
-
-def where_below(i, n, x, other):
-    """x where i < n, else other (all Int32)."""
-    return inline([Int32], [i, n, x, other], "{.reg .pred p; setp.lt.s32 p, $1, $2; selp.b32 $0, $3, $4, p;}", "=r,r,r,r,r", effects=False)
-
-
-def where_negative(i, x, other):
-    """x where i < 0, else other (all Int32)."""
-    return inline([Int32], [i, x, other], "{.reg .pred p; setp.lt.s32 p, $1, 0; selp.b32 $0, $2, $3, p;}", "=r,r,r,r", effects=False)
 
 
 def where_equal(a, b, x, y):

@@ -120,7 +120,7 @@ def bind(plan: SparsePlan, tensors: SparseTensors) -> SparseBinding:
     partial, partial_lse, directory = _scratch_views(plan, tensors)
     forward = (
         tensors.q,
-        tensors.kv_cache,
+        _by_slot(tensors.kv_cache),
         tensors.indices,
         tensors.lengths,
         tensors.output,
@@ -190,8 +190,14 @@ def _check_cache(plan: SparsePlan, tensors: SparseTensors) -> None:
         raise BindError(
             f"kv_cache.stride(0) is {cache.stride(0)}, expected {page_size * cache.stride(1)}: records must be evenly spaced over all pages"
         )
-    if pages * page_size > 2**31 - 1 or cache.stride(1) > 2**31 - 1:
-        raise BindError(f"kv_cache has {pages * page_size} slots, {cache.stride(1)} bytes apart; both must fit 31 bits")
+    spacing = _by_slot(cache).stride(1)
+    if pages * page_size > 2**31 - 1 or spacing > 2**31 - 1:
+        raise BindError(f"kv_cache has {pages * page_size} slots, {spacing} bytes apart; both must fit 31 bits")
+
+
+def _by_slot(cache: torch.Tensor) -> torch.Tensor:
+    """The cache as the kernel steps through it, by its second stride: with pages of one slot only the first says how far slots are apart."""
+    return cache.transpose(0, 1) if cache.shape[1] == 1 else cache
 
 
 def _check_shapes(plan: SparsePlan, tensors: SparseTensors) -> None:

@@ -58,7 +58,8 @@ class SparseTile:
         assert self.shared_bytes <= SHARED_BYTES_LIMIT
         assert self.pitch % 16 == 0
         assert self.pitch >= self.record.record_bytes
-        assert self.groups == 1 or self.column_bytes <= self.exchange_offset
+        # Groups add up the sums of one row tile, in what was their rings.
+        assert self.groups == 1 or (self.row_tiles == 1 and self.column_bytes <= self.exchange_offset)
 
     @property
     def rows(self) -> int:

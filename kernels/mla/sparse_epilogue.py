@@ -81,7 +81,10 @@ def finish(
     lane: Int32,
     thread: Int32,
 ):
-    """Writes the tile's rows; every statistic must be in shared memory and every chunk read. `thread` of the block."""
+    """Writes the tile's rows; every statistic must be in shared memory and every chunk read.
+
+    thread: of the block; group: 0, or an Int32 where there are two.
+    """
     config = exchange.config
     if cutlass.const_expr(config.groups == 1):
         _store_columns(decoder, target, sums, exchange, group, 0, config.lane_octets, lane)

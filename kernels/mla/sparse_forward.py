@@ -1,9 +1,9 @@
 """Sparse MLA: one block works on one query row, one tile of its heads and one split of its selected tokens. Traced code.
 
 The gather is in `sparse_loader`, records in `nvfp4`, the softmax in `sparse_softmax`; this composes them. Four warps copy, the
-others compute. A chunk costs these two barriers: A hands out partial scores, B probabilities, and B also says that its stage has
-been read. Where a block has two groups, each goes through half of the split's chunks on its own, and they add up their sums at
-the end.
+others compute. A chunk costs these two barriers: A hands out partial scores and says that the stage has been read, B hands out
+probabilities. Where a block has two groups, each goes through half of the split's chunks on its own, and they add up their sums
+at the end.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class SparseForward:
     ):
         """Barrier B; where any row passed its maximum by too much, the second pass and the rescaling of the sums."""
         config = self.config
-        needed = ptx_narrow.opaque(ptx.barrier_any(_GROUP_BARRIER + group, config.group_threads, flag))
+        needed = ptx.barrier_any(_GROUP_BARRIER + group, config.group_threads, flag)
         for _ in cutlass.range(needed, unroll=1):
             softmax.raise_maximum(scores, kept)
             self.barrier(group)
@@ -77,7 +77,7 @@ class SparseForward:
         group_thread: Int32,
         lane: Int32,
     ):
-        """All chunks [begin, end) of the group, one after the other."""
+        """All chunks [begin, end) of the group, one after the other. group: 0, or an Int32 where there are two."""
         config = self.config
         decoder, exchange, softmax = parts
         probabilities = exchange.probability_row(lane)
@@ -90,13 +90,13 @@ class SparseForward:
             scales = decoder.token_scales(stage, exchange.tokens)
             exchange.send(partial)
             self.barrier(group)
+            # What is needed of the stage is in registers, in every thread of the group.
+            ptx_narrow.mbarrier_arrive_if_zero(group_thread, stage + config.empty_offset)
             received = exchange.receive()
             values = decoder.transpose(chunk)
             scores = softmax.scores(received, slots, scales)
             flag = softmax.soften(scores, kept)
             self.settle(softmax, sums, scores, kept, flag, group, lane)
-            # Barrier B lies behind: every thread of the group has read the stage.
-            ptx_narrow.mbarrier_arrive_if_zero(group_thread, stage + config.empty_offset)
             softmax.add(kept, slots, scales)
             weights = decoder.load_probabilities(probabilities)
             decoder.accumulate(sums, weights, values)
@@ -205,6 +205,13 @@ class SparseForward:
 
             # -------------------------------------------------------- epilogue
             self.barrier(group)
+            if cutlass.const_expr(config.groups > 1):  # noqa: SIM102  one is decided when traced, the other on the device
+                # Columns are exchanged through the rings, whose every copy has been waited for.
+                if thread % config.group_threads == 0:
+                    for stage in cutlass.range_constexpr(config.stages):
+                        at = exchange.shared + stage * config.stage_bytes
+                        ptx.mbarrier_invalidate(at + config.full_offset)
+                        ptx.mbarrier_invalidate(at + config.empty_offset)
             for i in cutlass.range_constexpr(config.row_tiles):
                 exchange.store_statistic(i, peaks[i] * scale, 0)
                 exchange.store_statistic(i, exchange.reduce_row(totals[i], lambda a, b: a + b), 1)

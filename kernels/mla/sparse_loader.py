@@ -1,7 +1,7 @@
 """How selected records reach shared memory: the gather. Traced code.
 
 Warps that do nothing else copy each chunk's records into their group's ring, one bulk copy a record: 16-byte copies of records
-that begin on any 16 bytes keep the load-store unit busy for half of the loop. A token that is absent (a negative or impossible
+that begin on any 16 bytes keep the load-store unit busy for over a third of the loop. A token that is absent (a negative or impossible
 slot, or one past the row's length) copies nothing and its bytes become zeros: no stale byte can decode to a NaN that would
 survive a probability of 0. Pool offsets are Int64.
 """
@@ -32,8 +32,8 @@ def next_parity(config, stage, ring, parity):
 class SelectedSlots:
     """Records of one query row, picked by its index row.
 
-    pool: address; record_stride: bytes; index_row: address; slots: records in the pool; end: tokens of the row's split that may
-    be read; first: the warp's first record of a chunk; token: the one of them that this lane looks after.
+    pool: address; record_stride: bytes; index_row: address; slots: records in the pool; end: where the tokens of the row
+    that the group may read end; first: the warp's first record of a chunk; token: the one of them that this lane looks after.
     """
 
     config: SparseTile
@@ -54,7 +54,7 @@ class SelectedSlots:
 
     @cute.jit
     def entry(self, first: Int32):
-        """Index entry of this lane's token of the chunk at token `first`; -1 where it is no token of the split."""
+        """Index entry of this lane's token of the chunk at token `first`; -1 where the group has no such token."""
         found = Int32(-1)
         if first + self.token < self.end:
             found = ptx.load_i32(self.index_row + Int64(first + self.token) * 4)

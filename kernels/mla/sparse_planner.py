@@ -104,11 +104,12 @@ def _check(caps: SparseCaps) -> None:
 def plan(caps: SparseCaps) -> SparsePlan:
     """Decides tile, splits and scratch on the host; touches no device and allocates nothing. Raises PlanError."""
     _check(caps)
-    tile = sparse_policy.tile_for(caps.mode, caps.heads, caps.max_rows, caps.record, caps.multiprocessors)
+    tile = sparse_policy.tile_for(caps.mode, caps.heads, caps.max_rows, caps.record, caps.top_k, caps.multiprocessors)
     splits = sparse_policy.splits_for(caps.mode, tile, caps.max_rows, caps.heads, caps.top_k, caps.multiprocessors)
     rows = caps.max_rows * caps.heads
     slots = splits * rows if splits > 1 else 0
-    if caps.top_k > _INT32_MAX // 2 or max(slots, rows) > _INT32_MAX:
+    # The kernel multiplies a row's chunks by its splits, and doubles the columns of its groups.
+    if caps.top_k * (splits + 1) > _INT32_MAX or max(slots, rows) > _INT32_MAX:
         raise PlanError(f"top_k {caps.top_k} or {rows} rows of heads in {splits} splits pass the kernel's 32-bit counts")
     identities = (DYNAMIC, IDENTITY) if caps.record in STATIC_RECORDS else (IDENTITY,)
     forwards = tuple((identity, sparse_policy.forward_spec(caps.mode, tile, caps.q_dtype, caps.record, identity)) for identity in identities)

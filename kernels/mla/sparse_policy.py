@@ -36,17 +36,19 @@ def tiles_for(mode: str, heads: int) -> tuple[str, ...]:
     return ("heads32",) if mode == "prefill" else ("heads16", "heads32")
 
 
-def tile_for(mode: str, heads: int, rows: int, record: str, multiprocessors: int) -> str:
-    """Tile variant. A chunk takes 32 heads, which share what is gathered and decoded, under twice as long as 16: their blocks win
-    where they are so few that they fill the card with more than twice the splits, and where even unsplit 16-head blocks are too
-    many to run at once."""
+def tile_for(mode: str, heads: int, rows: int, record: str, top_k: int, multiprocessors: int) -> str:
+    """Tile variant. A chunk takes 32 heads, which share what is gathered and decoded, under twice as long as 16. Blocks of 32
+    win where unsplit blocks of 16 are too many to run at once, and where a row can be split more than twice as often with them,
+    unless blocks of 16 split it often enough to be better anyway (`_FEW_ROWS_SPLITS`). Blocks of 16 with one group must always
+    split it often (`_LONE_GROUP_SPLITS`)."""
     choices = tiles_for(mode, heads)
     if len(choices) == 1:
         return choices[0]
-    small, large = (splits_of(tile, rows, heads, multiprocessors) for tile in choices)
+    fits = splits_of(choices[0], rows, heads, multiprocessors)
+    small, large = (splits_for(mode, tile, rows, heads, top_k, multiprocessors) for tile in choices)
     if sparse_tile(choices[0], record).groups == 1:
-        return choices[0] if small >= _LONE_GROUP_SPLITS else choices[1]
-    return choices[0] if small >= _FEW_ROWS_SPLITS or (small >= 1 and large <= 2 * small) else choices[1]
+        return choices[0] if fits >= _LONE_GROUP_SPLITS else choices[1]
+    return choices[0] if fits >= _FEW_ROWS_SPLITS or (fits >= 1 and large <= 2 * small) else choices[1]
 
 
 def tiles_of(tile: str, heads: int) -> int:

@@ -4,7 +4,7 @@ Each warp finalises `warp_rows` rows of each 16-row tile. A score that several w
 repeat to the bit.
 
 The running maximum is not kept up chunk by chunk: a chunk's probabilities are taken against the maximum as it stands, with no
-reduction over the row, unless one of its scores passes it by `RESCALE_BITS`. Then the whole block takes a second pass. That
+reduction over the row, unless one of its scores passes it by `RESCALE_BITS`. Then the whole group takes a second pass. That
 is the first chunk, and seldom another.
 """
 
@@ -20,6 +20,8 @@ from mlactl.kernels.mla.sparse_config import SparseTile
 UNSET = -1.0e30
 """Start of the running maximum, and the score of a token that does not count."""
 
+SMALLEST_NORMAL = 2.0**-126
+
 
 @dataclass(frozen=True)
 class SparseExchange:
@@ -27,7 +29,7 @@ class SparseExchange:
     loads of 8 or 16 both spread over all banks.
 
     row: row in a 16-row tile that the thread finalises; token: the first of its tokens in a chunk; leader: 0 in one lane of a
-    row; shared: address of the block's shared memory.
+    row; shared: address of the group's shared memory.
     """
 
     config: SparseTile
@@ -188,8 +190,7 @@ class Softmax:
         for tile in range(self.exchange.config.row_tiles):
             own = [kept[tile * scores + i] for i in range(scores)]
             if token_scales is not None:
-                own = [
-                    ptx_narrow.where_valid(slot, x * ptx_narrow.reciprocal(s), Float32(0.0))
-                    for slot, x, s in zip(slots, own, token_scales, strict=True)
-                ]
+                # A scale under fp32's normal numbers makes P 0; its reciprocal must stay finite.
+                inverse = [ptx_narrow.reciprocal(ptx.maximum(s, Float32(SMALLEST_NORMAL))) for s in token_scales]
+                own = [ptx_narrow.where_valid(slot, x * y, Float32(0.0)) for slot, x, y in zip(slots, own, inverse, strict=True)]
             self.totals[tile] = self.totals[tile] + ptx.total(own)

@@ -13,7 +13,7 @@ from mlactl.kernels.errors import BindError
 from mlactl.kernels.mla import gate
 from mlactl.kernels.mla.latent_scale import LatentScale, OuterScales
 from mlactl.kernels.mla.sparse import SparseBinding
-from mlactl.kernels.mla.sparse_records import SPARSE_RECORDS
+from mlactl.kernels.mla.sparse_records import SPARSE_RECORDS, sparse_record
 
 pytestmark = pytest.mark.gpu
 
@@ -222,6 +222,72 @@ def test_absent_tokens_read_nothing(arch, multiprocessors, record):
 @pytest.mark.parametrize("page_size", [1, 16, 64, 256])
 def test_page_sizes(arch, multiprocessors, page_size):
     require(make_case(arch, multiprocessors, page_size=page_size, rows=3).judge())
+
+
+@pytest.mark.parametrize("record", RECORDS)
+def test_pages_of_one_slot_that_lie_apart(arch, multiprocessors, record):
+    """How far slots are apart is then in the stride of the pages; the one inside a page means nothing."""
+    case = make_case(arch, multiprocessors, record=record, page_size=1, rows=3, slots=4096, seed=21)
+    cache = case.tensors.kv_cache
+    padded = torch.full((cache.shape[0], cache.shape[2] + 16), 0xFF, dtype=torch.uint8, device="cuda")[:, : cache.shape[2]].unsqueeze(1)
+    padded.copy_(cache)
+    first_of_each = torch.full((cache.shape[0], 3, cache.shape[2]), 0xFF, dtype=torch.uint8, device="cuda")[:, :1]
+    first_of_each.copy_(cache)
+    for view in (padded, first_of_each):
+        apart = with_tensors(case, kv_cache=view)
+        require(apart.judge())
+        assert torch.equal(apart.run()[0], case.run()[0])
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("heads", [17, 33])
+def test_a_last_tile_of_one_head(arch, multiprocessors, mode, heads):
+    require(make_case(arch, multiprocessors, mode=mode, heads=heads, rows=9, top_k=300, holes=0.1, seed=heads).judge())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_lengths_that_no_row_can_have_are_clamped(arch, multiprocessors, mode):
+    """A captured graph may be replayed with any length: below 0 is an empty row, above the columns all of them."""
+    case = make_case(arch, multiprocessors, mode=mode, rows=4, top_k=200, seed=31)
+    wild = with_tensors(case, lengths=torch.tensor([-5, 2**31 - 1, -(2**31), 201], dtype=torch.int32, device="cuda"))
+    tame = with_tensors(case, lengths=torch.tensor([0, 200, 0, 200], dtype=torch.int32, device="cuda"))
+    require(tame.judge())
+    assert all(torch.equal(a, b) for a, b in zip(wild.run(), tame.run(), strict=True))
+
+
+@pytest.mark.parametrize("record", RECORDS)
+def test_entries_that_are_no_slots_are_holes(arch, multiprocessors, record):
+    case = make_case(arch, multiprocessors, record=record, rows=4, top_k=200, seed=32)
+    holes = case.tensors.indices.clone()
+    holes[:, ::3] = -1
+    wild = case.tensors.indices.clone()
+    slots = case.tensors.kv_cache.shape[0] * case.tensors.kv_cache.shape[1]
+    wild[:, ::3] = torch.tensor([-(2**31), 2**31 - 1, slots, -7], dtype=torch.int32, device="cuda").repeat(17)[:67]
+    with_holes = with_tensors(case, indices=holes)
+    require(with_holes.judge())
+    assert all(torch.equal(a, b) for a, b in zip(with_tensors(case, indices=wild).run(), with_holes.run(), strict=True))
+
+
+def test_fewer_columns_than_planned(arch, multiprocessors):
+    """More splits than the row then has chunks."""
+    case = make_case(arch, multiprocessors, rows=1, heads=16, top_k=2048, seed=33)
+    assert case.plan.splits > 2
+    columns = case.tensors.indices[:, :40].contiguous()
+    require(with_tensors(case, indices=columns, lengths=torch.tensor([40], dtype=torch.int32, device="cuda")).judge())
+
+
+def test_a_token_scale_too_small_for_a_reciprocal_costs_only_its_token(arch, multiprocessors):
+    """Under fp32's normal numbers a token scale counts as 0: its weight is lost, the row is not."""
+    case = make_case(arch, multiprocessors, record="nvfp4_ds_mla_368_per_token", rows=2, top_k=64, seed=34)
+    at = sparse_record("nvfp4_ds_mla_368_per_token").token_scale_at
+    cache = case.tensors.kv_cache.clone()
+    slot = int(case.tensors.indices[0, 5])
+    flat = cache.view(-1, cache.shape[2])
+    flat[slot, at : at + 4] = torch.tensor([1e-39], dtype=torch.float32).view(torch.uint8).cuda()
+    indices = case.tensors.indices.clone()
+    indices[indices == slot] = -1
+    found, expected = with_tensors(case, kv_cache=cache).run(), with_tensors(case, indices=indices).run()
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("mode", MODES)

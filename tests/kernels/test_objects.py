@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from machine_code import embedded_cubin, kernels_of
 
 from mlactl.kernels import compiler, registry
 from mlactl.kernels.mla.config import SHARED_BYTES_LIMIT, tile_config
+from mlactl.kernels.mla.sparse_config import sparse_tile
 
 # The compiler warns of long unrolled loops; it is run in this process here, not in a worker.
 pytestmark = pytest.mark.filterwarnings("ignore:This static loop has")
@@ -48,6 +50,20 @@ def flavour() -> str:
     return compiler.load_export_libraries()
 
 
+def check_roles(code, tile) -> None:
+    """The roles' registers fit those the launch has, which fit a multiprocessor; a copy is an instruction, not a loop over lanes."""
+    compute, copy = tile.role_registers
+    launch = code.registers * tile.threads
+    assert compute * tile.consumer_threads + copy * (tile.threads - tile.consumer_threads) <= launch <= 65_536, "else the block hangs"
+    assert [each.opcode for each in code.instructions if each.opcode.startswith("USETMAXREG")] == [
+        "USETMAXREG.DEALLOC.CTAPOOL",
+        "USETMAXREG.TRY_ALLOC.CTAPOOL",
+    ]
+    # A loop over lanes elects one of them in each round: that is how the copies of a chunk with absent tokens go, one after the other.
+    counts = Counter(each.opcode.split(".")[0] for each in code.instructions)
+    assert (counts["UBLKCP"], counts["ELECT"]) == (tile.copy_records + 1, 2)
+
+
 # One test a variant, so that each is compiled once however the tests are spread over processes.
 @pytest.mark.parametrize("arch", ARCHES)
 @pytest.mark.parametrize("spec", SPECS, ids=file_name)
@@ -59,6 +75,8 @@ def test_every_variant_stays_inside_sm120(spec, arch, flavour, tmp_path):
     assert f"__tvm_ffi_{SYMBOL}".encode() in path.read_bytes()
     assert embedded_cubin(path).startswith(b"\x7fELF")
     assert code.frame_bytes == 0
+    if spec.kernel_id in (registry.SPARSE_DECODE.kernel_id, registry.SPARSE_PREFILL.kernel_id):
+        check_roles(code, sparse_tile(str(spec.fact("tile")), str(spec.fact("record"))))
     if spec.kernel_id != registry.DENSE_FORWARD.kernel_id:
         return
     config = tile_config(str(spec.fact("tile")), str(spec.fact("record")), int(spec.fact("width")), str(spec.fact("q_dtype")))

@@ -82,9 +82,7 @@ def test_identity_code_has_fewer_multiplies(compile_one, record):
 def test_resources(compile_one, record, mode, arch):
     spec = spec_of(mode, record, 1.0)
     (code,) = kernels_of(compile_one(spec, arch))
-    tile = sparse_tile(str(spec.fact("tile")), record)
-    assert code.frame_bytes <= 16
-    assert code.registers * tile.threads * tile.blocks <= 65_536
+    assert code.frame_bytes == 0
     loops = code.loops_over_keys()
     assert loops
     for body in loops:

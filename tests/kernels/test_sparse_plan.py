@@ -91,6 +91,12 @@ def test_decode_shares_chunks_between_head_groups_where_that_is_sooner_done(rows
     assert plan(replace(CAPS, max_rows=rows, heads=heads, multiprocessors=132)).tile == tile
 
 
+@pytest.mark.parametrize("rows", [12, 17, 22])
+def test_short_rows_that_cannot_be_split_stay_with_16_heads(rows):
+    built = plan(replace(CAPS, max_rows=rows, heads=64, top_k=128, multiprocessors=132))
+    assert (built.tile, built.splits) == ("heads16", 1)
+
+
 @pytest.mark.parametrize(("rows", "tile"), [(6, "heads16"), (7, "heads32"), (32, "heads32")])
 def test_records_whose_blocks_have_one_group_share_chunks_sooner(rows, tile):
     assert plan(replace(CAPS, max_rows=rows, heads=64, multiprocessors=132, record="fp8_ds_mla")).tile == tile
@@ -117,6 +123,7 @@ def test_prefill_shares_chunks_between_head_groups_and_never_splits():
         ({"top_k": 0}, "top_k must be at least 1, got 0"),
         ({"max_rows": 65_536}, "max_rows 65536: a launch takes at most 65535 query rows"),
         ({"max_rows": 65_535, "heads": 65_535}, "pass the kernel's 32-bit counts"),
+        ({"max_rows": 1, "heads": 1, "top_k": 2**26}, "in 188 splits pass the kernel's 32-bit counts"),
     ],
 )
 def test_refusals(changes, text):
@@ -127,14 +134,12 @@ def test_refusals(changes, text):
 @pytest.mark.parametrize("name", TILE_ROWS)
 @pytest.mark.parametrize("record", SPARSE_RECORDS)
 def test_tiles_fit_sm120(name, record):
-    """Shared memory of one block, 1,024 bytes of it the driver's; registers of the roles within those of the launch, or it hangs."""
+    """Shared memory of one block; registers of the roles within those of the launch, or it hangs."""
     tile = sparse_tile(name, record)
     assert tile.shared_bytes <= SHARED_BYTES_LIMIT
-    assert tile.shared_bytes + 1024 <= 102_400
     assert tile.groups == (2 if name == "heads16" and record != "fp8_ds_mla" else 1)
     compute, copy = tile.role_registers
     assert compute % 8 == copy % 8 == 0
-    assert tile.threads == tile.consumer_threads + 32 * PRODUCER_WARPS
     launch = 65_536 // tile.threads // 8 * 8
     assert compute * tile.consumer_threads + copy * 32 * PRODUCER_WARPS <= min(launch, compute) * tile.threads
 
