@@ -491,6 +491,22 @@ def test_the_object_that_is_put_back_is_checked_under_the_lock(cache, root, monk
     assert (refused.done, "stays quarantined: it is not intact: digest" in refused.reason) == (False, True)
 
 
+def test_another_entry_than_the_acquitted_one_does_not_go_back(cache, root):
+    """Judging takes seconds: what b12x compiled again and was set aside meanwhile is another object under the same key."""
+    key = root.add()
+    cache.set_aside([cache.entry(key)])
+    acquitted = cache.entry(key)
+    for suffix in ("o.quarantined", "json.quarantined"):
+        root.file(key, suffix).unlink()
+    code = bytes(reversed(Made().object))
+    root.add(object_sha256=hashlib.sha256(code).hexdigest())
+    root.file(key, "o").write_bytes(code)
+    cache.set_aside([cache.entry(key)])
+    with pytest.raises(CannotRun, match=f"{key} is not the entry that was looked at: b12x has written another one since"):
+        cache.put_back([acquitted])
+    assert root.file(key, "o.quarantined").read_bytes() == code
+
+
 def test_an_intact_one_goes_back(cache, root):
     key = root.add()
     cache.set_aside([cache.entry(key)])

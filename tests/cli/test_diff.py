@@ -5,6 +5,7 @@ import os
 import pickle
 import re
 import shutil
+from contextlib import contextmanager
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -12,12 +13,42 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from mlactl.cli import diff
+
 EXAMPLES = Path(__file__).parents[2] / "examples" / "captures"
 
 
 def tensors(path, **values):
     save_file({name: value.clone() for name, value in values.items()}, path)
     return path
+
+
+def test_the_bar_moves_over_pairs_smaller_than_its_unit(monkeypatch):
+    """It counted whole MiB of each pair: over pairs of less it stood still."""
+    moved = []
+
+    class Bar:
+        advance = staticmethod(moved.append)
+
+    class Out:
+        @staticmethod
+        @contextmanager
+        def progress(what, total, unit):
+            moved.clear()
+            yield Bar
+
+    class Work:
+        pairs = ((),) * 5
+
+        @staticmethod
+        def pair_bytes(place):
+            return 700 << 10
+
+    monkeypatch.setattr(diff, "_SILENT_BYTES", 0)
+    with diff._progress(Out, Work) as advance:
+        for _ in range(5):
+            advance(700 << 10)
+    assert moved == [0, 1, 1, 0, 1]
 
 
 def test_equal_files(cli, tmp_path):

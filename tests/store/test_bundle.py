@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import shutil
 import signal
 import tarfile
 from collections.abc import Callable
@@ -259,6 +260,28 @@ def test_import_publishes_every_entry_byte_for_byte(bundle: bytes, three: list[E
         assert found.entry.manifest_path.read_bytes() == entry.manifest_path.read_bytes()
         assert found.entry.object_path.stat().st_mode & 0o777 == 0o600
     assert sorted(os.listdir(other.roots.layers[0].folder()))[-2:] == ["import.lock", "root.lock"], "the spool is gone"
+
+
+def test_an_interrupted_import_counts_what_it_published_itself(store: Store, bundle: bytes, three: list[Entry], other: Store) -> None:
+    """An entry that somebody else published first is there, but not imported; the third is cut off before its turn."""
+    first, *rest = sorted(three, key=lambda entry: entry.key)
+    seen = 0
+
+    def somebody_else(_: int) -> None:
+        bucket = Path(other.roots.layers[0].bucket(first.key))
+        bucket.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for suffix in (".so", ".json"):
+            shutil.copy(Path(store.roots.layers[0].bucket(first.key), first.key + suffix), bucket)
+
+    def stop() -> None:
+        nonlocal seen
+        seen += 1
+        if seen == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(Interrupted, match="interrupted: 1 of 3 entries were imported, each of them whole"):
+        bring(other, bundle, watch=merge.Watch(publishing=somebody_else, published=stop))
+    assert {entry.key for entry in other.entries()} == {first.key, rest[0].key}
 
 
 def test_last_use_is_the_import(bundle: bytes, three: list[Entry], store: Store, other: Store) -> None:
