@@ -13,11 +13,12 @@ no values of a call yet; calls that a graph replays are recorded from its own bu
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     import torch
 
 DIRECTORY = "MLACTL_CAPTURE_DIR"
+PREFIX = "MLACTL_CAPTURE_"
+VARIABLES = tuple(PREFIX + name for name in ("DIR", "MAX_COUNT", "MAX_BYTES", "INCLUDE", "EXCLUDE", "PROFILE", "PARALLEL", "LAYERS"))
 HEADERS_BYTES = 16 << 10
 """More than the headers of both files of a capture take."""
 
@@ -207,10 +210,23 @@ def _require_sense(limits: Limits, parallel: Parallel, layers: int | None) -> No
         raise UsageError(
             f"captures of {wrong}", hint="parallel=Parallel(dcp_rank=3, dcp_world=8) or MLACTL_CAPTURE_PARALLEL=tp=0/8,dcp=3/8,interleave=1"
         )
+    for name, value in (("max_count", limits.max_count), ("max_bytes", limits.max_bytes), ("layers", layers)):
+        if value is not None and type(value) is not int:
+            raise UsageError(f"{name} is {value!r}, expected a whole number", hint="a number without quotes, or leave it out")
     if layers is not None and layers < 1:
         raise UsageError(f"captures over {layers} layers: at least 1 is needed", hint="leave layers out where a launch does not tell its layer")
-    if limits.max_count < 0 or limits.max_bytes < 0:
-        raise UsageError(f"a limit of {limits.max_count} captures and {limits.max_bytes} bytes: neither can be below 0")
+    for name, value in (("max_count", limits.max_count), ("max_bytes", limits.max_bytes)):
+        if value < 1:
+            raise UsageError(f"{name} is {value}, expected at least 1: nothing would be recorded", hint=f"leave {name} out, or do not record")
+
+
+def _listed(name: str, patterns: Sequence[str]) -> tuple[str, ...]:
+    """Patterns as given in code: a lone string is a sequence too, of one-character patterns such as `*`."""
+    if isinstance(patterns, str):
+        raise UsageError(f"{name} is {patterns!r}, expected a list of patterns", hint=f"{name}=[{patterns!r}]")
+    if not isinstance(patterns, Iterable) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise UsageError(f"{name} is {patterns!r}, expected a list of patterns", hint=f'{name}=["attention.dense_mla.*:verify"]')
+    return tuple(patterns)
 
 
 def _versions() -> dict[str, str]:
@@ -241,7 +257,7 @@ def capture(
 
     `layers`: the block runs a model that launches once for each of that many layers, in order; captures then name their layer.
     """
-    limits = Limits(max_count, max_bytes, tuple(include), tuple(exclude))
+    limits = Limits(max_count, max_bytes, _listed("include", include), _listed("exclude", exclude))
     made = Recorder(Path(folder), limits=limits, profile=profile, parallel=parallel, layers=layers)
     previous = runtime.record_with(made)
     try:
@@ -255,14 +271,19 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> Recorder | None
 
     MLACTL_CAPTURE_MAX_COUNT, _MAX_BYTES, _LAYERS, _INCLUDE and _EXCLUDE (patterns separated by commas), _PROFILE, and _PARALLEL
     (`tp=RANK/WORLD,dcp=RANK/WORLD,interleave=N`) refine it. Raises UsageError for a value that does not parse or that no
-    process can have: at the start, where it is seen, and not as a recording that says something else.
+    process can have, and for another variable of that prefix: at the start, where it is seen, and not as a recording that
+    says something else.
     """
     folder = environ.get(DIRECTORY)
     if not folder:
         return None
+    unknown = sorted(name for name in environ if name.startswith(PREFIX) and name not in VARIABLES)
+    if unknown:
+        close = difflib.get_close_matches(unknown[0], VARIABLES, 1)
+        raise UsageError(f"{unknown[0]} is no setting of a recording", hint=f"{close[0]}, or unset it" if close else f"unset {unknown[0]}")
     limits = Limits(
-        _whole(environ, "MLACTL_CAPTURE_MAX_COUNT", MAX_COUNT),
-        _whole(environ, "MLACTL_CAPTURE_MAX_BYTES", MAX_BYTES),
+        _whole(environ, "MLACTL_CAPTURE_MAX_COUNT", MAX_COUNT, least=1),
+        _whole(environ, "MLACTL_CAPTURE_MAX_BYTES", MAX_BYTES, least=1),
         _patterns(environ, "MLACTL_CAPTURE_INCLUDE"),
         _patterns(environ, "MLACTL_CAPTURE_EXCLUDE"),
     )
@@ -271,14 +292,16 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> Recorder | None
         limits=limits,
         profile=environ.get("MLACTL_CAPTURE_PROFILE"),
         parallel=_parallel(environ.get("MLACTL_CAPTURE_PARALLEL", "")),
-        layers=_whole(environ, "MLACTL_CAPTURE_LAYERS", 1) if environ.get("MLACTL_CAPTURE_LAYERS") else None,
+        layers=_whole(environ, "MLACTL_CAPTURE_LAYERS", 1, least=1) if environ.get("MLACTL_CAPTURE_LAYERS") else None,
     )
 
 
-def _whole(environ: Mapping[str, str], name: str, default: int) -> int:
+def _whole(environ: Mapping[str, str], name: str, default: int, *, least: int) -> int:
     text = environ.get(name, str(default))
     if not _is_whole(text):
         raise UsageError(f"{name}={text} is not a whole number of at most {MAX_DIGITS} digits", hint=f"{name}={default}, or leave it out")
+    if int(text) < least:
+        raise UsageError(f"{name}={text}: at least {least} is needed", hint=f"{name}={default}, or leave it out")
     return int(text)
 
 
@@ -302,4 +325,7 @@ def _parallel(text: str) -> Parallel:
             fields["interleave"] = int(value)
         else:
             raise UsageError(f"MLACTL_CAPTURE_PARALLEL={text}: {part} is not understood", hint="tp=0/8,dcp=3/8,interleave=1")
-    return Parallel(**fields)
+    made = Parallel(**fields)
+    if wrong := made.fault():
+        raise UsageError(f"MLACTL_CAPTURE_PARALLEL={text}: {wrong}", hint="tp=0/8,dcp=3/8,interleave=1")
+    return made

@@ -218,7 +218,15 @@ def test_a_folder_that_cannot_be_made_stops_recording_and_nothing_else(folder):
     ("options", "words"),
     [
         ({"layers": 0}, "captures over 0 layers: at least 1 is needed"),
-        ({"max_count": -1}, "a limit of -1 captures"),
+        ({"max_count": -1}, "max_count is -1, expected at least 1"),
+        ({"max_count": 0}, "max_count is 0, expected at least 1: nothing would be recorded"),
+        ({"max_bytes": 0}, "max_bytes is 0, expected at least 1"),
+        ({"max_count": "3"}, "max_count is '3', expected a whole number"),
+        ({"max_bytes": 1e9}, "max_bytes is 1000000000.0, expected a whole number"),
+        ({"layers": True}, "layers is True, expected a whole number"),
+        ({"include": "attention.dense_mla.*:verify"}, r"include is 'attention.dense_mla.\*:verify', expected a list of patterns"),
+        ({"exclude": "*:decode"}, r"exclude is '\*:decode', expected a list of patterns"),
+        ({"include": [3]}, r"include is \[3\], expected a list of patterns"),
         ({"parallel": Parallel(dcp_rank=9, dcp_world=2)}, "captures of DCP rank 9 of 2, expected a rank"),
     ],
 )
@@ -316,16 +324,28 @@ def test_the_environment_configures_a_recorder(tmp_path):
         ("MAX_COUNT", "many", "MLACTL_CAPTURE_MAX_COUNT=many is not a whole number"),
         ("MAX_COUNT", "²", "MLACTL_CAPTURE_MAX_COUNT=² is not a whole number"),
         ("MAX_BYTES", "9" * 5000, "of at most 18 digits"),
-        ("LAYERS", "0", "captures over 0 layers"),
+        ("MAX_COUNT", "0", "MLACTL_CAPTURE_MAX_COUNT=0: at least 1 is needed"),
+        ("MAX_BYTES", "0", "MLACTL_CAPTURE_MAX_BYTES=0: at least 1 is needed"),
+        ("LAYERS", "0", "MLACTL_CAPTURE_LAYERS=0: at least 1 is needed"),
+        ("MAXCOUNT", "3", "MLACTL_CAPTURE_MAXCOUNT is no setting of a recording"),
         ("PARALLEL", "dcp=3", "dcp=3 is not understood"),
-        ("PARALLEL", "dcp=9/2", "captures of DCP rank 9 of 2"),
-        ("PARALLEL", "tp=0/0,interleave=0", "captures of TP rank 0 of 0"),
-        ("PARALLEL", "interleave=0", "captures of interleave 0"),
+        ("PARALLEL", "dcp=9/2", "MLACTL_CAPTURE_PARALLEL=dcp=9/2: DCP rank 9 of 2"),
+        ("PARALLEL", "tp=9/2", "MLACTL_CAPTURE_PARALLEL=tp=9/2: TP rank 9 of 2"),
+        ("PARALLEL", "tp=0/0,interleave=0", "TP rank 0 of 0"),
+        ("PARALLEL", "interleave=0", "MLACTL_CAPTURE_PARALLEL=interleave=0: interleave 0"),
     ],
 )
 def test_values_of_the_environment_that_make_no_sense(tmp_path, name, value, words):
     with pytest.raises(UsageError, match=words):
         recorder.from_environment({"MLACTL_CAPTURE_DIR": str(tmp_path), f"MLACTL_CAPTURE_{name}": value})
+
+
+def test_an_unknown_variable_names_the_one_that_was_meant(tmp_path):
+    """MLACTL_CAPTURE_MAXCOUNT was ignored in silence, and the recording went on to its 100 captures."""
+    with pytest.raises(UsageError) as refused:
+        recorder.from_environment({"MLACTL_CAPTURE_DIR": str(tmp_path), "MLACTL_CAPTURE_MAXCOUNT": "3"})
+    assert refused.value.hint == "MLACTL_CAPTURE_MAX_COUNT, or unset it"
+    assert recorder.from_environment({"MLACTL_CAPTURE_MAXCOUNT": "3"}) is None
 
 
 def test_opening_the_runtime_records_where_the_environment_says(tmp_path, monkeypatch):
