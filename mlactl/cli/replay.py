@@ -93,10 +93,13 @@ def replay(
         kept=None if plot is None else Kept(),
     )
     check_options(asked, jobs)
-    paths = find(captures) if import_flashinfer is None else ()
+    # What is read comes first: a folder to write into is made only for something to put there.
+    paths = find(captures) if import_flashinfer is None else _require_dumps(captures)
     _check_targets(asked, junit, plot, import_flashinfer)
+    refused: list[CallReport] = []
     if import_flashinfer is not None:
-        paths = find(_import(out, captures, import_flashinfer))
+        written, refused = _import(out, captures, import_flashinfer)
+        paths = find(written)
     with out.progress("replaying", len(paths), "captures", steady=True) as task:
 
         def count(call: CallReport) -> None:
@@ -104,6 +107,7 @@ def replay(
             task.advance()
 
         report = run(paths, dataclasses.replace(asked, on_step=task.describe), jobs=jobs, fail_fast=fail_fast, on_report=count)
+    report = dataclasses.replace(report, calls=(*report.calls, *refused))
     render(out, report, junit)
     lost = unsaved(report)
     if lost is not None:
@@ -145,10 +149,22 @@ def _check_targets(asked: ReplayOptions, junit: Path | None, plot: Path | None, 
             require_writable_folder(folder)
 
 
-def _import(out: Output, dumps: list[str], target: Path) -> list[Path]:
-    """Captures made of FlashInfer dumps; raises NothingCompared where none could be made."""
+def _require_dumps(sources: list[str]) -> tuple[Path, ...]:
+    """Raises UsageError, CannotRun unless every source holds FlashInfer dumps; there are no captures of them yet."""
+    from mlactl.replay.importers.flashinfer import dump_folders
+
+    for source in sources:
+        if not source:
+            raise UsageError("an empty name was given, expected a folder of FlashInfer dumps", hint="mlactl replay DUMPS --import-flashinfer DIR")
+        dump_folders(Path(source))
+    return ()
+
+
+def _import(out: Output, dumps: list[str], target: Path) -> tuple[list[Path], list[CallReport]]:
+    """Captures made of FlashInfer dumps, and what is to be said of the others; raises NothingCompared where none could be made."""
     from mlactl.replay.errors import NothingCompared
     from mlactl.replay.importers.flashinfer import CALLS_HINT, import_dumps
+    from mlactl.replay.report import ERROR, CallReport
 
     written: list[Path] = []
     refused: list[Refusal] = []
@@ -159,24 +175,27 @@ def _import(out: Output, dumps: list[str], target: Path) -> list[Path]:
             task.advance()
 
         for source in dumps:
-            if not source:
-                raise UsageError("an empty name was given, expected a folder of FlashInfer dumps", hint="mlactl replay DUMPS --import-flashinfer DIR")
             found = import_dumps(Path(source), target, on_dump=count)
             written += found.written
             refused += found.refused
-            again = f" ({found.unchanged} were there already)" if found.unchanged else ""
-            out.note(f"{source}: {len(found.written)} captures written to {target}{again}, {len(found.refused)} refused, {found.ignored} other calls")
-    for item in refused:
-        out.warn(f"{item.name} was not imported: {item.why}")
-        if item.hint:
-            out.hint(item.hint)
+            again = f" ({found.unchanged} there already)" if found.unchanged else ""
+            made, others = _counted(len(found.written), "capture"), _counted(found.ignored, "other call")
+            out.note(f"{source}: {made} written to {target}{again}, {len(found.refused)} refused, {others}")
     if not written:
+        for item in refused:
+            out.warn(f"{item.name} was not imported: {item.why}")
+            if item.hint:
+                out.hint(item.hint)
         why = refused[0].why if refused else "they hold no MLA decode call"
         raise NothingCompared(
             f"no capture could be made of the dumps: {why}",
             hint=(refused[0].hint if refused else None) or CALLS_HINT,
         )
-    return written
+    return written, [CallReport(item.name, ERROR, (("dump", safe(item.path)),), message=item.why, hint=item.hint) for item in refused]
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' if number != 1 else ''}"
 
 
 def render(out: Output, report: Report, junit: Path | None) -> None:

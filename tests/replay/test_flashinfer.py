@@ -265,3 +265,65 @@ def test_the_hint_of_a_refusal_is_kept(tmp_path):
     wrapper_dumps(tmp_path / "dumps", finished(dense()), plan=False)
     (refused,) = import_dumps(tmp_path / "dumps", tmp_path / "captures").refused
     assert refused.hint == "include BatchMLAPagedAttentionWrapper.plan"
+
+
+@pytest.fixture
+def imported(tmp_path, monkeypatch, capsys):
+    """`imported(dumps, ...)` is (exit code, JSON or None, stderr) of `mlactl replay ... --import-flashinfer`."""
+    from mlactl.cli.app import main
+
+    monkeypatch.setenv("MLACTL_CACHE_DIR", str(tmp_path / "cache"))
+
+    def run(*dumps, target=tmp_path / "captures", output="json"):
+        code = main(["replay", *map(str, dumps), "--import-flashinfer", str(target), "--no-kernel", "--output", output])
+        found = capsys.readouterr()
+        return code, json.loads(found.out) if output == "json" and found.out else found.out, found.err
+
+    return run
+
+
+def test_a_refused_dump_is_in_the_report_and_makes_it_exit_2(tmp_path, imported):
+    """A truncated dump beside a good one left "OK ... all that was compared agrees" and exit 0."""
+    wrapper_dumps(tmp_path / "dumps" / "a", finished(dense()))
+    code, document, _ = imported(tmp_path / "dumps")
+    assert (code, document["counts"]) == (0, {"match": 1, "mismatch": 0, "nothing_compared": 0, "error": 0})
+    dump(tmp_path / "dumps", 3, "rmsnorm", "(x: torch.Tensor) -> torch.Tensor", (torch.zeros(2),))
+    told = imported(tmp_path / "dumps", output="human")[2]
+    assert "dumps: 1 capture written to " in told
+    assert "captures (1 there already), 0 refused, 1 other call\n" in told
+    broken = decode_dump(tmp_path / "dumps" / "b", finished(dense()))
+    data = (broken / "inputs.safetensors").read_bytes()
+    (broken / "inputs.safetensors").write_bytes(data[: len(data) // 2])
+    code, document, _ = imported(tmp_path / "dumps")
+    assert (code, document["exit_code"], document["verdict"]) == (2, 2, "error")
+    assert document["counts"] == {"match": 1, "mismatch": 0, "nothing_compared": 0, "error": 1}
+    (refused,) = [call for call in document["calls"] if call["status"] == "error"]
+    assert (refused["name"], refused["provenance"]) == (broken.name, {"dump": str(broken)})
+
+
+def test_a_second_dump_of_the_same_folder_name_is_not_passed_over(tmp_path, imported):
+    wrapper_dumps(tmp_path / "a", finished(dense()))
+    wrapper_dumps(tmp_path / "b", finished(dense(seed=1)))
+    code, document, _ = imported(tmp_path / "a", tmp_path / "b")
+    assert (code, document["counts"]["match"], document["counts"]["error"]) == (2, 1, 1)
+    (refused,) = [call for call in document["calls"] if call["status"] == "error"]
+    assert refused["provenance"]["dump"].startswith(str(tmp_path / "b"))
+    assert "exists already and holds something else" in refused["message"]
+
+
+def test_no_folder_is_made_for_an_import_of_nothing(tmp_path, imported):
+    """The target was made first: as its own source it then "holds no FlashInfer dumps"."""
+    code, document, told = imported(tmp_path / "nope", target=tmp_path / "nope")
+    assert (code, document) == (2, "")
+    assert "nope does not exist, expected a folder of FlashInfer dumps" in told
+    (tmp_path / "empty").mkdir()
+    assert imported(tmp_path / "empty", target=tmp_path / "made")[0] == 2
+    assert not (tmp_path / "nope").exists()
+    assert not (tmp_path / "made").exists()
+
+
+def test_a_target_that_cannot_be_written(tmp_path, imported):
+    wrapper_dumps(tmp_path / "dumps", finished(dense()))
+    code, _, told = imported(tmp_path / "dumps", target="/proc/nope")
+    assert code == 2
+    assert "no file can be written there" in told

@@ -67,6 +67,7 @@ class Refusal:
     """A dump that became no capture, why, and what would make it one."""
 
     name: str
+    path: Path
     why: str
     hint: str | None
 
@@ -88,12 +89,11 @@ def import_dumps(source: Path, target: Path, *, on_dump: Callable[[str], object]
     A dump that cannot be used is refused by name and ends nothing but itself. Raises CannotRun where there are no dumps at
     all, or the target cannot be written. `on_dump` hears of every dump.
     """
-    if not os.path.lexists(source):
-        raise CannotRun(f"{plain(source)} does not exist, expected a folder of FlashInfer dumps", hint=DUMP_AGAIN)
+    folders = dump_folders(source)
     require_writable_folder(target)
     plans: dict[tuple[object, object], Dump] = {}
     written, refused, ignored, unchanged = [], [], 0, 0
-    for folder in _dump_folders(source):
+    for folder in folders:
         if on_dump is not None:
             on_dump(safe(folder.name))
         try:
@@ -112,17 +112,20 @@ def import_dumps(source: Path, target: Path, *, on_dump: Callable[[str], object]
             written.append(captures.save(made, target, again=True))
             unchanged += there
         except MlactlError as error:
-            refused.append(Refusal(safe(folder.name), safe(error.message), error.hint or CALLS_HINT))
+            refused.append(Refusal(safe(folder.name), folder, safe(error.message), error.hint or CALLS_HINT))
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             # A dump is another program's: whatever of it does not fit, the dumps after it are still read.
             reason = " ".join(str(error).split())
             refused.append(
-                Refusal(safe(folder.name), safe(f"{folder}: its arguments do not fit the call: {type(error).__name__}: {reason}"), DUMP_AGAIN)
+                Refusal(safe(folder.name), folder, safe(f"{folder}: its arguments do not fit the call: {type(error).__name__}: {reason}"), DUMP_AGAIN)
             )
     return Imported(tuple(written), tuple(refused), ignored, unchanged)
 
 
-def _dump_folders(source: Path) -> list[Path]:
+def dump_folders(source: Path) -> list[Path]:
+    """The folder of every dump under `source`, in order; raises CannotRun where there is none."""
+    if not os.path.lexists(source):
+        raise CannotRun(f"{plain(source)} does not exist, expected a folder of FlashInfer dumps", hint=DUMP_AGAIN)
     def closed(error: OSError) -> None:
         raise unreadable(Path(error.filename), error)
 
