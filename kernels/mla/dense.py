@@ -120,9 +120,9 @@ class DenseBinding:
 
 def bind(plan: DensePlan, tensors: DenseTensors) -> DenseBinding:
     """Validates and makes views; allocates nothing. Raises BindError naming the argument, the index and both values."""
-    check(plan, tensors)
     if tensors.q.device.type != "cuda":
         raise BindError(f"q is on {tensors.q.device}; the kernels run on CUDA devices")
+    check(plan, tensors)
     rows = 0 if tensors.cu_seqlens_q is not None else plan.caps.rows
     boundaries = tensors.cache_seqlens if tensors.cu_seqlens_q is None else tensors.cu_seqlens_q
     partial, partial_lse, directory = _scratch_views(plan, tensors)

@@ -7,6 +7,7 @@ direction and the wrong size, which nothing downstream notices. Imports neither 
 from __future__ import annotations
 
 import math
+import numbers
 import struct
 from dataclasses import dataclass
 
@@ -36,7 +37,9 @@ class LatentScale:
 
 
 def float32_scale(scale: float, name: str = "latent_scale") -> float:
-    """A scale as float32; raises BindError unless that is finite and above 0 (1e-46 is 0 as float32)."""
+    """A scale as float32; raises BindError unless it is a number and that is finite and above 0 (1e-46 is 0 as float32)."""
+    if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
+        raise BindError(f"{name} is {scale!r}, expected a number")
     try:
         rounded = float(struct.unpack("<f", struct.pack("<f", scale))[0])
     except OverflowError:
@@ -50,8 +53,10 @@ def resolve(record: str, scale: float) -> LatentScale:
     """The one decision: checks `scale` for a record and says which variant serves it.
 
     Decided on float32(scale): 1.00000001 is identity. Records that carry their own scales take 1.0 only; anything else
-    raises BindError naming the record, as does a scale that is not finite and above 0.
+    raises BindError naming the record, as does a record that there is none of and a scale that is not finite and above 0.
     """
+    if record not in SPARSE_RECORDS:
+        raise BindError(f"record {record!r} is not one of {', '.join(SPARSE_RECORDS)}")
     value = float32_scale(scale)
     if value == 1.0:
         return LatentScale(1.0, IDENTITY)

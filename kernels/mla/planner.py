@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -95,6 +96,14 @@ class DensePlan:
         return bind(self, tensors)
 
 
+def require_count(name: str, value: object) -> None:
+    """Raises PlanError unless a capacity is a whole number of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise PlanError(f"{name} must be a whole number, got {value!r}")
+    if value < 1:
+        raise PlanError(f"{name} must be at least 1, got {value}")
+
+
 def _check(caps: DenseCaps) -> None:
     if caps.mode not in policy.MODES:
         raise PlanError(f"mode {caps.mode!r} is not one of {', '.join(policy.MODES)}")
@@ -103,8 +112,7 @@ def _check(caps: DenseCaps) -> None:
     if caps.width not in LATENT_ELEMENTS:
         raise PlanError(f"width {caps.width} is not one of {sorted(LATENT_ELEMENTS)}")
     for name in ("heads", "max_requests", "max_tokens", "page_size", "multiprocessors", "rows"):
-        if getattr(caps, name) < 1:
-            raise PlanError(f"{name} must be at least 1, got {getattr(caps, name)}")
+        require_count(name, getattr(caps, name))
     if caps.page_size != 1 and caps.page_size % CHUNK_TOKENS:
         raise PlanError(f"page_size must be 1 or a multiple of {CHUNK_TOKENS}, got {caps.page_size}")
     if caps.mode == "decode" and caps.rows != 1:
@@ -130,8 +138,9 @@ def _check_variant(caps: DenseCaps) -> None:
         raise PlanError("window and per-query lengths exclude each other: the last keys of a shard are not the last keys of the sequence")
     if caps.window and caps.sparse is not None:
         raise PlanError("window and sparse exclude each other: a window already bounds what is read")
-    if caps.splits is not None and caps.splits < 1:
-        raise PlanError(f"splits must be at least 1, got {caps.splits}")
+    for name in ("max_query_rows", "splits"):
+        if getattr(caps, name) is not None:
+            require_count(name, getattr(caps, name))
 
 
 def _query_rows(caps: DenseCaps) -> int:

@@ -113,9 +113,9 @@ class SparseBinding:
 
 def bind(plan: SparsePlan, tensors: SparseTensors) -> SparseBinding:
     """Validates and makes views; allocates nothing. Raises BindError naming the argument, the index and both values."""
-    check(plan, tensors)
     if tensors.q.device.type != "cuda":
         raise BindError(f"q is on {tensors.q.device}; the kernels run on CUDA devices")
+    check(plan, tensors)
     scale = resolve(plan.caps.record, tensors.latent_scale)
     partial, partial_lse, directory = _scratch_views(plan, tensors)
     forward = (

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from mlactl.kernels.errors import PlanError
 from mlactl.kernels.mla import sparse_policy
 from mlactl.kernels.mla.latent_scale import DYNAMIC, IDENTITY, STATIC_RECORDS, LatentScale
+from mlactl.kernels.mla.planner import require_count
 from mlactl.kernels.mla.sparse_records import LATENT, SPARSE_RECORDS, SparseRecord
 from mlactl.kernels.spec import ARCHES, CompileSpec
 
@@ -95,8 +96,7 @@ def _check(caps: SparseCaps) -> None:
     if caps.record not in SPARSE_RECORDS:
         raise PlanError(f"record {caps.record!r} is not one of {', '.join(SPARSE_RECORDS)}")
     for name in ("heads", "max_rows", "top_k", "multiprocessors"):
-        if getattr(caps, name) < 1:
-            raise PlanError(f"{name} must be at least 1, got {getattr(caps, name)}")
+        require_count(name, getattr(caps, name))
     if caps.max_rows > _MAX_ROWS:
         raise PlanError(f"max_rows {caps.max_rows}: a launch takes at most {_MAX_ROWS} query rows; launch the batch in parts")
 

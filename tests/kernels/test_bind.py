@@ -76,6 +76,14 @@ SHAPES = [
 ]
 
 
+def test_the_device_is_looked_at_before_addresses():
+    """Tensors on the meta device all start at 0, so that `output shares memory with q` was said of them."""
+    built, tensors = build()
+    moved = {name: value.to("meta") for name in tensors.__slots__ if isinstance(value := getattr(tensors, name), torch.Tensor)}
+    with pytest.raises(BindError, match="^q is on meta; the kernels run on CUDA devices$"):
+        built.bind(replace(tensors, **moved))
+
+
 @pytest.mark.parametrize(("changes", "message"), SHAPES)
 def test_shapes_dtypes_and_devices(changes, message):
     with pytest.raises(BindError, match=message):

@@ -83,6 +83,21 @@ def test_layers_take_their_scale_and_draft_layers_identity():
         scales.for_layer(-1)
 
 
+@pytest.mark.parametrize("scale", ["1", "0.5", None, True, (1.0,)])
+def test_what_is_no_number_is_refused_by_name(scale):
+    """A string was a struct.error, and True passed for 1.0."""
+    with pytest.raises(BindError) as refused:
+        resolve(STATIC[0], scale)
+    assert refused.value.message == f"latent_scale is {scale!r}, expected a number"
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+def test_a_record_that_there_is_none_of_is_refused_whatever_the_scale(scale):
+    """At 1.0 it was identity, at any other scale a bare KeyError."""
+    with pytest.raises(BindError, match=r"record 'nope' is not one of nvfp4_ds_mla_432, "):
+        resolve("nope", scale)
+
+
 def test_a_bad_layer_is_named():
     with pytest.raises(BindError, match=r"scale of layer 17 is 0\.0"):
         OuterScales((1.0,) * 17 + (0.0,))

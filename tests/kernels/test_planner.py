@@ -149,6 +149,11 @@ def test_tiles_fit_an_sm120_block(tile, width, record, q_dtype):
         ({"mode": "verify", "rows": 4, "per_query": True, "window": True}, "window and per-query lengths exclude each other"),
         ({"sparse": SPARSE, "window": True}, "window and sparse exclude each other"),
         ({"splits": 0}, "splits must be at least 1, got 0"),
+        ({"splits": 2.0}, "splits must be a whole number, got 2.0"),
+        ({"heads": 16.5}, "heads must be a whole number, got 16.5"),
+        ({"max_requests": "4"}, "max_requests must be a whole number, got '4'"),
+        ({"rows": True}, "rows must be a whole number, got True"),
+        ({"max_query_rows": 4.0}, "max_query_rows must be a whole number, got 4.0"),
     ],
 )
 def test_refusals_name_the_capacity(changes, message):

@@ -51,6 +51,14 @@ def test_fitting_tensors_pass_and_only_the_device_is_refused():
         built.bind(tensors)
 
 
+def test_the_device_is_looked_at_before_addresses():
+    """Tensors on the meta device all start at 0, so that `output shares memory with q` was said of them."""
+    built, tensors = build()
+    moved = {name: value.to("meta") for name in tensors.__slots__ if isinstance(value := getattr(tensors, name), torch.Tensor)}
+    with pytest.raises(BindError, match="^q is on meta; the kernels run on CUDA devices$"):
+        built.bind(replace(tensors, **moved))
+
+
 def test_views_with_room_between_rows_pass():
     """Padded records, a head-major output and index rows inside a wider table."""
     built, tensors = build(

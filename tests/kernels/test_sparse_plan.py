@@ -147,3 +147,12 @@ def test_tiles_fit_sm120(name, record):
 def test_planning_imports_neither_torch_nor_the_compiler():
     code = "import sys, mlactl.kernels.mla.sparse_planner, mlactl.kernels.envelope; sys.exit(bool({'torch', 'cutlass', 'numpy'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.parametrize("name", ["heads", "max_rows", "top_k", "multiprocessors"])
+@pytest.mark.parametrize("value", [16.5, 16.0, "16", True, None])
+def test_capacities_are_whole_numbers(name, value):
+    """16.5 heads were accepted and gave 5.0 splits."""
+    with pytest.raises(PlanError) as refused:
+        plan(replace(CAPS, **{name: value}))
+    assert refused.value.message == f"{name} must be a whole number, got {value!r}"
