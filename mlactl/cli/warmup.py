@@ -46,12 +46,12 @@ def warmup(
     if dry_run:
         _list(out, plan)
     elif check:
-        _report_check(out, plan, profile)
+        _report_check(out, plan, _command(profile, plan, scales))
         if not plan.complete:
             raise typer.Exit(1)
     else:
         try:
-            _compile(out, plan, profile, jobs, shared, cache_dir)
+            _compile(out, plan, _command(profile, plan, scales), jobs, shared, cache_dir)
         finally:
             if shared:  # whether others reach the root shows when it is there
                 _warn_of_roots(out, cache_dir)
@@ -106,7 +106,7 @@ def _list(out: Output, plan: Plan) -> None:
     _hint_at_untrusted(out, plan)
 
 
-def _report_check(out: Output, plan: Plan, profile: str) -> None:
+def _report_check(out: Output, plan: Plan, command: str) -> None:
     absent = [item for item in plan.items if item.state != "present"]
     document = {**_head(plan), "complete": plan.complete, "entries": [item.as_json() for item in plan.items]}
 
@@ -117,7 +117,7 @@ def _report_check(out: Output, plan: Plan, profile: str) -> None:
 
     out.document(document, human, lambda: [_key_or_label(item) for item in absent])
     if plan.of("missing"):
-        out.hint(_command(profile, plan))
+        out.hint(command)
     _hint_at_untrusted(out, plan)
 
 
@@ -126,7 +126,7 @@ def _hint_at_untrusted(out: Output, plan: Plan) -> None:
         out.hint(hint or "ls -ld shows owner and mode")
 
 
-def _compile(out: Output, plan: Plan, profile: str, jobs: int | None, shared: bool, cache_dir: str | None) -> None:
+def _compile(out: Output, plan: Plan, command: str, jobs: int | None, shared: bool, cache_dir: str | None) -> None:
     """Compiles what is missing and says what became of it; exits 1 unless everything is there in the end."""
     from mlactl.warmup.pool import Result, compile_missing, default_jobs
 
@@ -155,7 +155,7 @@ def _compile(out: Output, plan: Plan, profile: str, jobs: int | None, shared: bo
         done = len(result.of("compiled"))
         error = Interrupted(
             f"{stopped.how}: {done} of {len(missing)} missing objects were compiled and are in the cache",
-            hint=f"{_command(profile, plan)} takes up the rest",
+            hint=f"{command} takes up the rest",
         )
         error.exit_code = stopped.exit_code
         raise error
@@ -234,8 +234,10 @@ def _counted(plan: Plan) -> str:
     return ", ".join(parts)
 
 
-def _command(profile: str, plan: Plan) -> str:
-    return " ".join(["mlactl warmup --profile", shlex.quote(profile), *(f"--arch {arch}" for arch in plan.arches)])
+def _command(profile: str, plan: Plan, scales: Path | None) -> str:
+    """What compiles the rest of this plan and nothing else: without the scale file it would be more variants."""
+    file = [] if scales is None else ["--scales", shlex.quote(str(scales))]
+    return " ".join(["mlactl warmup --profile", shlex.quote(profile), *(f"--arch {arch}" for arch in plan.arches), *file])
 
 
 _COLUMNS = (

@@ -52,5 +52,7 @@ def test_check_names_the_variant_that_a_scale_file_needs_and_the_cache_lacks(cli
     lines = [line for line in (done.stdout + done.stderr).splitlines() if line.startswith("missing: ")]
     assert len(lines) == 1
     assert f"attention.mla.sm120.prefill_mg 4 latent_scale_identity={missing}" in lines[0]
+    # Without the file it would compile the other variant too.
+    assert f"hint: mlactl warmup --profile {path} --arch sm_120a --scales {file}" in done.stderr
     file.write_text(file.read_text().replace(json.dumps(scales), json.dumps([1.0, 1.0] if warmed else [0.5, 0.5])))
     assert cli("warmup", "--check", "--profile", path, "--arch", "sm_120a", "--scales", file).code == 0
