@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from mlactl.cli import options
-from mlactl.cli.scales_report import finding_lines, show
+from mlactl.cli.scales_report import counted, finding_lines, show
 from mlactl.errors import MlactlError, UsageError
 from mlactl.profiles import Profile, examine, load, locate
 from mlactl.regular_files import require_writable
@@ -227,7 +227,7 @@ def _measured(out: Output, source: Path, target: Path, *, force: bool) -> list[f
 
     with out.progress("measuring", len(find([source])), "captures") as task:
         found = measure(source, on_capture=task.advance)
-    out.note(f"measured {len(found.max_abs)} layers from {found.captures} captures, {found.tokens:,} tokens")
+    out.note(f"measured {counted(len(found.max_abs), 'layer')} from {counted(found.captures, 'capture')}, {found.tokens:,} tokens")
     return list(found.max_abs)
 
 
@@ -261,6 +261,7 @@ def fit_command(
         for line in finding_lines(error.findings[1:20]):
             out.note(line)
         raise
+    require_writable(target, [amplitudes])
     write(fitted.data, target, force=force, source=amplitudes)
     report = verify(target, Request(loaded))
     document = {
@@ -272,7 +273,7 @@ def fit_command(
     }
 
     def human() -> None:
-        out.line(f"wrote {plain(target)}: {len(report.layers)} layers, sha256 {report.sha256}")
+        out.line(f"wrote {plain(target)}: {counted(len(report.layers), 'layer')}, sha256 {report.sha256}")
         out.hint(f"mlactl verify-scales {plain(target)} --layers")
 
     out.document(document, human, lambda: [plain(target)])

@@ -73,10 +73,11 @@ def headline(report: Report, *, strict: bool) -> str:
     """`valid`, `valid with 1 warning`, `invalid, 2 errors and 1 warning`."""
     counts = [_count(report.errors, "error"), _count(report.warnings, "warning")]
     said = " and ".join(text for text in counts if text)
+    blind = "; nothing was measured against the latents" if report.measured == 0 else ""
     if report.verdict is Verdict.INVALID:
-        return f"invalid, {said}"
+        return f"invalid, {said}{blind}"
     if report.verdict is Verdict.WARNINGS:
-        return f"{said}, which --strict does not allow" if strict else f"valid with {said}"
+        return f"{said}, which --strict does not allow{blind}" if strict else f"valid with {said}{blind}"
     return "valid"
 
 
@@ -93,6 +94,8 @@ def _facts(report: Report) -> list[str]:
         facts.append(f"{bytes_text(report.block_bytes)} of block scales scanned")
     if report.sha256:
         facts.append(f"sha256 {report.sha256}")
+    if report.measured:
+        facts.append(f"latents of {counted(report.measured, 'layer')} measured")
     if report.against is not None:
         facts.append(f"against {plain(report.against.other)}: {report.against.text()}")
     return facts
@@ -146,8 +149,13 @@ def _width() -> int:
     return shutil.get_terminal_size((100, 24)).columns
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 layer`, `12 layers`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}" if number else ""
+    return counted(number, noun) if number else ""
 
 
 def _decimals(value: float | None) -> str:

@@ -6,6 +6,7 @@ tensor a layer, the normed `kv_c` of some prompt, `layers.<n>` in its name.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +50,7 @@ class LatentRange:
 def measure(path: Path, scales: Mapping[int, float], findings: Findings) -> dict[int, LatentRange]:
     """Reads a latents file and judges each layer with its scale; raises CannotRun when the file cannot be read."""
     made: dict[int, LatentRange] = {}
+    intact = True
     with open_regular(path) as (descriptor, size):
         try:
             for tensor in tensors(descriptor, size):
@@ -59,7 +61,11 @@ def measure(path: Path, scales: Mapping[int, float], findings: Findings) -> dict
                 elif layer in scales and layer not in made:
                     made[layer] = _measure(descriptor, tensor, layer, scales[layer], findings)
         except (BadHeader, Truncated, OSError) as error:
+            intact = False
             findings.error("latents", str(error), f"{path.name} to be an intact safetensors file", "the share under 2^-6 is not known")
+    if intact and scales and not any(found.groups or math.isnan(found.max_abs) for found in made.values()):
+        expected = f"latents that are not all zero, of at least one of layers {min(scales)} to {max(scales)}"
+        findings.warning("latents-none", f"{path.name} has none for any layer of this file", expected, "nothing was measured")
     for layer in sorted(set(scales) - set(made)):
         findings.note("latents", "no latents", f"a tensor of the layer in {path.name}", "its share under 2^-6 is not known", layer=layer)
     return made

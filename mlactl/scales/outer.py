@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mlactl.errors import UsageError
 from mlactl.scales import outer_rules
 from mlactl.scales.files import read_bytes
 from mlactl.scales.findings import Findings, InvalidScales, Severity
@@ -105,7 +106,8 @@ def identities_of(layers: tuple[LayerScale, ...], draft_layers: int) -> tuple[in
 def load_outer_scales(path: Path, profile: Profile | None = None) -> OuterScales:
     """Loads an outer-scale file for use; with a profile it must also fit that deployment.
 
-    Raises CannotRun when the file cannot be read and InvalidScales, with every finding, when it must not be used.
+    Raises CannotRun when the file cannot be read, InvalidScales, with every finding, when it must not be used, and UsageError
+    for a profile's name in place of the profile.
     """
     found = examine(path, profile)
     errors = [row for row in found.findings.rows() if row.severity is Severity.ERROR]
@@ -119,7 +121,9 @@ def load_outer_scales(path: Path, profile: Profile | None = None) -> OuterScales
 
 
 def examine(path: Path, profile: Profile | None = None) -> Examined:
-    """Reads and checks an outer-scale file; raises CannotRun only when its bytes cannot be read."""
+    """Reads and checks an outer-scale file; raises CannotRun only when its bytes cannot be read, UsageError for a profile's name."""
+    if isinstance(profile, (str, Path)):
+        raise UsageError(f"profile is {str(profile)!r}, expected a Profile", hint=f"mlactl.profiles.load({str(profile)!r}) loads one")
     return examine_bytes(path, read_bytes(path), profile)
 
 

@@ -73,7 +73,7 @@ class Report:
     """Everything `verify-scales` says of one path; `findings` stop at a limit, the counts do not.
 
     `identities` are the latent_scale_identity variants to have warm, None for a checkpoint; `sha256` is None where the
-    whole file was not read.
+    whole file was not read; `measured` are the layers with captured latents, None where there was no file of them.
     """
 
     path: Path
@@ -90,6 +90,7 @@ class Report:
     modules: int | None
     block_bytes: int | None
     against: compare.Comparison | None
+    measured: int | None = None
 
     def exit_code(self, *, strict: bool) -> int:
         """0 for a valid file; 1 for an invalid one, and with `strict` for one with warnings."""
@@ -108,6 +109,8 @@ class Report:
             made["against"] = {
                 "path": plain(other.other), "compared": other.compared, "differ": other.differ, "same_bytes": other.same_bytes,
             }  # fmt: skip
+        if self.measured is not None:
+            made["layers_measured"] = self.measured
         if layers:
             made["layers"] = [asdict(row) for row in self.layers]
         return made
@@ -160,7 +163,8 @@ def _verify_outer(path: Path, request: Request) -> Report:
     rows = tuple(_outer_row(found, position, ranges) for position in range(len(found.layers)))
     draft = request.profile.model.draft_layers if request.profile is not None else 0
     identities = identities_of(found.layers, draft)
-    return _report(path, "outer", found.format, found.sha256, findings, rows, identities=identities, against=against)
+    measured = None if request.latents is None else sum(each.groups > 0 for each in ranges.values())
+    return _report(path, "outer", found.format, found.sha256, findings, rows, identities=identities, against=against, measured=measured)
 
 
 def _latent_ranges(found: Examined, request: Request, findings: Findings) -> dict[int, LatentRange]:
@@ -220,7 +224,9 @@ def _checkpoint_row(layer: int, modules: list[ModuleScales], kv: dict[tuple[int,
 def _report(
     path: Path, kind: str, name: str | None, digest: str | None, findings: Findings, rows: tuple[OuterRow, ...] | tuple[CheckpointRow, ...], *,
     identities: tuple[int, ...] | None = None, modules: int | None = None, block_bytes: int | None = None, against: compare.Comparison | None = None,
+    measured: int | None = None,
 ) -> Report:  # fmt: skip
     errors, warnings, notes = (findings.count(severity) for severity in (Severity.ERROR, Severity.WARNING, Severity.NOTE))
     verdict = Verdict.INVALID if errors else Verdict.WARNINGS if warnings else Verdict.VALID
-    return Report(path, kind, name, verdict, digest, errors, warnings, notes, findings.rows(), rows, identities, modules, block_bytes, against)
+    found = findings.rows()
+    return Report(path, kind, name, verdict, digest, errors, warnings, notes, found, rows, identities, modules, block_bytes, against, measured)

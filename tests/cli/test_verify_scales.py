@@ -408,6 +408,25 @@ def test_fit_refuses(cli, tmp_path):
     assert "none for layer 77" in done.stderr
 
 
+def test_fit_into_a_folder_that_is_not_there(cli, tmp_path):
+    """The hint was to list the file that could not be written."""
+    source = write_json(tmp_path / "amplitudes.json", [3.5])
+    done = cli("scales", "fit", source, "-o", tmp_path / "nodir" / "f.json")
+    folder = tmp_path / "nodir"
+    assert (done.code, done.stdout) == (2, "")
+    assert done.stderr == f"error: {folder / 'f.json'}: there is no folder {folder}\nhint: mkdir -p {folder}\n"
+    assert cli("scales", "fit", source, "-o", tmp_path / "one.json").stdout.startswith(f"wrote {tmp_path / 'one.json'}: 1 layer, sha256 ")
+
+
+def test_the_headline_says_that_no_latents_were_measured(cli, good, tmp_path):
+    other = write_safetensors(tmp_path / "latents.safetensors", {"layers.90.kv_c": ("F32", [1, 16], struct.pack("<16f", *[1.0] * 16))})
+    done = cli("verify-scales", good, "--latents", other)
+    assert (done.code, done.lines[0]) == (0, f"{good}: valid with 1 warning; nothing was measured against the latents")
+    strict = cli("verify-scales", good, "--latents", other, "--strict")
+    assert strict.lines[0] == f"{good}: 1 warning, which --strict does not allow; nothing was measured against the latents"
+    assert strict.code == 1
+
+
 def test_fit_and_plot_leave_alone_what_is_no_regular_file_or_is_read(cli, good, tmp_path):
     """`scales fit -o` replaced a device node, even with --force it must not; `--plot` drew over the very file it judged."""
     source = write_json(tmp_path / "amplitudes.json", amplitudes())

@@ -251,6 +251,24 @@ def test_identity_scales_are_told_from_calibrated_ones(tmp_path):
     assert found == {("all-identity", None), ("latent-underflow", 0)}
 
 
+@pytest.mark.parametrize("layers", [{7: np.ones((2, 512))}, {0: np.zeros((2, 512)), 1: np.zeros((2, 512))}])
+def test_latents_of_no_layer_are_not_a_clean_verdict(tmp_path, layers):
+    """The file was `valid`, with a note a layer: nobody saw that nothing had been measured."""
+    scales = write_json(tmp_path / "scales.json", v1(2))
+    report = verify(scales, Request(latents=latents(tmp_path / "latents.safetensors", layers)))
+    assert (report.verdict, report.measured, report.exit_code(strict=True)) == (Verdict.WARNINGS, 0, 1)
+    assert report.as_json(layers=False)["layers_measured"] == 0
+    (found,) = [row for row in report.findings if row.severity is Severity.WARNING]
+    assert (found.check, found.value, found.effect) == (
+        "latents-none",
+        "latents.safetensors has none for any layer of this file",
+        "nothing was measured",
+    )
+    some = verify(scales, Request(latents=latents(tmp_path / "some.safetensors", {1: np.full((2, 512), amplitudes(2)[1])})))
+    assert (some.verdict, some.measured) == (Verdict.VALID, 1)
+    assert verify(scales, Request()).measured is None
+
+
 def test_latents_that_cannot_be_used(tmp_path):
     scales = write_json(tmp_path / "scales.json", v1(3))
     path = latents(tmp_path / "latents.safetensors", {0: np.full((2, 512), np.nan, np.float32), 1: np.ones((2, 511), np.float32)})

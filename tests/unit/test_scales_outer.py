@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from scale_files import LAYERS, amplitudes, float32, gscale, v1, write_json
 
-from mlactl.errors import CannotRun
+from mlactl.errors import CannotRun, UsageError
 from mlactl.profiles import load
 from mlactl.scales.findings import InvalidScales, Severity
 from mlactl.scales.needs import identities_needed
@@ -414,6 +414,45 @@ def test_unreadable_files(tmp_path):
         file.truncate(65 * 2**20)
     with pytest.raises(CannotRun, match="68157440 bytes"):
         load_outer_scales(tmp_path / "huge.json")
+
+
+@pytest.mark.parametrize("use", [load_outer_scales, identities_needed])
+@pytest.mark.parametrize("name", ["glm-5.2-tp4-dcp4", Path("mine.toml")])
+def test_a_profile_by_name_is_refused(tmp_path, use, name):
+    """It was an AttributeError: 'str' object has no attribute 'model'."""
+    with pytest.raises(UsageError) as refused:
+        use(write_json(tmp_path / "scales.json", v1()), name)
+    assert (refused.value.message, refused.value.hint) == (
+        f"profile is '{name}', expected a Profile",
+        f"mlactl.profiles.load('{name}') loads one",
+    )
+
+
+def snippet(document, start):
+    """The first Python example behind `start` in a page of docs."""
+    text = (Path(__file__).parents[2] / "docs" / document).read_text().partition(start)[2]
+    return text.partition("```python\n")[2].partition("```")[0]
+
+
+def test_the_example_in_the_docs_runs(tmp_path, monkeypatch):
+    write_json(tmp_path / "scales.json", v1())
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    exec(snippet("scales.md", "## In code"), names)
+    assert names["scales"].scale_of(3) == float32(amplitudes()[3] / 2688)
+    assert names["identities_needed"](Path("scales.json"), names["profile"]) == (0, 1)
+
+
+def test_a_loaded_file_becomes_what_a_launcher_uses(tmp_path, monkeypatch):
+    """Two classes have one name; nothing said how a file's scales get to a launch."""
+    write_json(tmp_path / "scales.json", v1())
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    exec(snippet("nvfp4.md", "Two classes are called `OuterScales`"), names)
+    loaded = load_outer_scales(Path("scales.json"), load("glm-5.2-tp4-dcp4"))
+    assert names["latent_scale"] == float32(amplitudes()[3] / 2688)
+    assert [names["scales"].for_layer(layer) for layer in range(80)] == [loaded.scale_of(layer) for layer in range(80)]
+    assert names["scales"].identities("nvfp4_ds_mla_432", draft_layers=1) == loaded.identities == (0, 1)
 
 
 def test_loading_imports_neither_torch_nor_numpy(tmp_path):
