@@ -55,7 +55,7 @@ def test_the_device_is_looked_at_before_addresses():
     """Tensors on the meta device all start at 0, so that `output shares memory with q` was said of them."""
     built, tensors = build()
     moved = {name: value.to("meta") for name in tensors.__slots__ if isinstance(value := getattr(tensors, name), torch.Tensor)}
-    with pytest.raises(BindError, match="^q is on meta; the kernels run on CUDA devices$"):
+    with pytest.raises(BindError, match=r"^q is on meta; the kernels run on CUDA devices$"):
         built.bind(replace(tensors, **moved))
 
 

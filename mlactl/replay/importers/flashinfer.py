@@ -126,6 +126,7 @@ def dump_folders(source: Path) -> list[Path]:
     """The folder of every dump under `source`, in order; raises CannotRun where there is none."""
     if not os.path.lexists(source):
         raise CannotRun(f"{plain(source)} does not exist, expected a folder of FlashInfer dumps", hint=DUMP_AGAIN)
+
     def closed(error: OSError) -> None:
         raise unreadable(Path(error.filename), error)
 
