@@ -68,7 +68,7 @@ def replay(
 
     Captures of all ranks of a DCP call are merged by LSE as well and compared with the unsharded reference. Quiet output
     is the names that do not match, one a line. Exit codes: 0 all that was compared matches, what was not is named; 1 mismatch;
-    2 nothing compared, a malformed capture, or a file that could not be written.
+    2 nothing compared, a malformed capture, a dump that was refused, or a file that could not be written.
     """
     from mlactl.opening import open_runtime
     from mlactl.replay.capture import find
