@@ -26,7 +26,7 @@ _SILENT_BYTES = 256 * _MIB
 def diff(
     a: Annotated[
         str,
-        typer.Argument(metavar="A", help="The file that is judged: a capture, .safetensors or .pt tensors, or a folder of captures"),
+        typer.Argument(metavar="A", help="The file that is judged: a capture, .safetensors or .pt tensors, or a folder of captures or saved results"),
     ],
     b: Annotated[str, typer.Argument(metavar="B", help="The file taken as right")],
     atol: options.AtolOption = None,
@@ -52,9 +52,9 @@ def diff(
     strictness = Strictness(atol, rtol, row_tolerance, allow_nan)
     strictness.require()
     left, right = _named("A", a), _named("B", b)
-    if junit is not None:
-        require_writable(junit, (left, right))
     work = plan(left, right)
+    if junit is not None:
+        require_writable(junit, work.files())
     with _progress(out, work) as advance:
         report = compare(work, strictness, on_pair=advance)
     render(out, report, junit)

@@ -90,9 +90,11 @@ OptionalKeyArgument = Annotated[str | None, typer.Argument(metavar="KEY", help="
 OptionalKeysArgument = Annotated[list[str] | None, typer.Argument(metavar="KEY...", help="Keys, or starts of them", autocompletion=complete_key)]
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print what would be done, and do nothing")]
 YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Go ahead without asking")]
-AtolOption = Annotated[float | None, typer.Option("--atol", help="Absolute tolerance of an element, instead of the table's")]
-RtolOption = Annotated[float | None, typer.Option("--rtol", help="Relative tolerance of an element, instead of the table's")]
-RowToleranceOption = Annotated[float | None, typer.Option("--row-tol", help="Tolerance as a share of a row's maximum, instead of the table's")]
+AtolOption = Annotated[float | None, typer.Option("--atol", help="Absolute tolerance of an element, instead of the table's; not of LSE")]
+RtolOption = Annotated[float | None, typer.Option("--rtol", help="Relative tolerance of an element, instead of the table's; not of LSE")]
+RowToleranceOption = Annotated[
+    float | None, typer.Option("--row-tol", help="Tolerance as a share of a row's maximum, instead of the table's; not of LSE")
+]
 AllowNanOption = Annotated[bool, typer.Option("--allow-nan", help="NaN against NaN passes")]
 JunitOption = Annotated[Path | None, typer.Option("--junit", metavar="FILE.xml", readable=False, help="Write the report as JUnit XML too")]
 AllOption = Annotated[bool, typer.Option("--all", help="Every row, as plain lines")]

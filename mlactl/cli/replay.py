@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,7 +12,7 @@ import typer
 
 from mlactl.cli import options
 from mlactl.errors import CannotRun, UsageError
-from mlactl.printable import safe, shell_word
+from mlactl.printable import plain, safe, shell_word
 from mlactl.regular_files import require_writable, require_writable_folder, write_file
 from mlactl.ui.output import Mode, Output
 
@@ -95,11 +97,14 @@ def replay(
     check_options(asked, jobs)
     # What is read comes first: a folder to write into is made only for something to put there.
     paths = find(captures) if import_flashinfer is None else _require_dumps(captures)
-    _check_targets(asked, junit, plot, import_flashinfer)
+    _check_targets(asked, junit, plot, import_flashinfer, _dump_files(captures) if import_flashinfer is not None else _files(paths))
     refused: list[CallReport] = []
     if import_flashinfer is not None:
         written, refused = _import(out, captures, import_flashinfer)
         paths = find(written)
+        _check_targets(asked, junit, plot, None, _files(paths))
+    if save is not None:
+        _check_unsaved(save, paths)
     with out.progress("replaying", len(paths), "captures", steady=True) as task:
 
         def count(call: CallReport) -> None:
@@ -135,15 +140,25 @@ def check_options(asked: ReplayOptions, jobs: int = 1) -> None:
     oracle.device_for(asked.device)
 
 
-def _check_targets(asked: ReplayOptions, junit: Path | None, plot: Path | None, imported: Path | None) -> None:
-    """Refuses what could not be written after all the work; raises UsageError, CannotRun."""
+def _files(paths: Sequence[Path]) -> list[Path]:
+    from mlactl.replay.capture import files
+
+    return [file for path in paths for file in files(path)]
+
+
+def _dump_files(dumps: Sequence[str]) -> list[Path]:
+    return [file for dump in dumps if dump for file in Path(dump).rglob("*")]
+
+
+def _check_targets(asked: ReplayOptions, junit: Path | None, plot: Path | None, imported: Path | None, sources: Sequence[Path]) -> None:
+    """Refuses what could not be written after all the work, or is one of the `sources`; raises UsageError, CannotRun."""
     if plot is not None:
         from mlactl.replay.plot import require
 
         require(plot)
     for target in (plot, junit):
         if target is not None:
-            require_writable(target)
+            require_writable(target, sources)
     for folder in (asked.save, asked.smallest, imported):
         if folder is not None:
             require_writable_folder(folder)
@@ -158,6 +173,17 @@ def _require_dumps(sources: list[str]) -> tuple[Path, ...]:
             raise UsageError("an empty name was given, expected a folder of FlashInfer dumps", hint="mlactl replay DUMPS --import-flashinfer DIR")
         dump_folders(Path(source))
     return ()
+
+
+def _check_unsaved(folder: Path, paths: Sequence[Path]) -> None:
+    """Refuses, before any work, results that are there already; raises UsageError."""
+    from mlactl.replay.capture import display_names
+    from mlactl.replay.storage import results_path
+
+    for name in display_names(paths):
+        target = results_path(folder, name)
+        if os.path.lexists(target):
+            raise UsageError(f"{plain(target)}: is there already, nothing was replayed", hint="name a new folder: --save DIR")
 
 
 def _import(out: Output, dumps: list[str], target: Path) -> tuple[list[Path], list[CallReport]]:

@@ -101,6 +101,12 @@ def inputs_path(path: Path) -> Path:
     return stem(path).with_name(stem(path).name + storage.IN_SUFFIX)
 
 
+def files(path: Path) -> tuple[Path, ...]:
+    """Every file that reading a capture may open, there or not: inputs, outputs and its folder's index."""
+    base = stem(path)
+    return (*(base.with_name(base.name + suffix) for suffix in (storage.IN_SUFFIX, storage.OUT_SUFFIX)), base.with_name(storage.INDEX))
+
+
 def find(paths: Iterable[str | Path]) -> tuple[Path, ...]:
     """Inputs files of all captures named or held by the folders named, sorted in each folder; one that is named twice comes once.
 

@@ -49,7 +49,8 @@ class Axes:
 class Element:
     """One element of both tensors, integers as they are.
 
-    `ulp` counts representable values of the actual tensor's type between the two; None where a NaN or no float is involved.
+    `ulp` counts representable values of the actual tensor's type between the two; None where a NaN or no float is involved,
+    and where the two differ by less than that type can tell.
     """
 
     index: tuple[int, ...]
@@ -111,9 +112,9 @@ class Comparison:
     `not_finite` elements are NaN or infinite where the other side is not, or NaN on both sides without leave. With any,
     max_abs, max_rel, cosine and norm_deviation are NaN: no number of the other elements speaks for them.
 
-    `needed` holds the smallest limits that would pass, those of cosine and norm too; None where none would (NaN or
-    infinity by position, an error where the tolerance allows none, an output that is all zero). `needed_factor` is the
-    largest error over its limit, by any rule: over 1 is a mismatch.
+    `needed` holds the smallest limits that would pass, those of cosine and norm too; an `atol` where floats must be equal.
+    None where none would (NaN or infinity by position, integers that differ, an output that is all zero). `needed_factor`
+    is the largest error over its limit, by any rule: over 1 is a mismatch, over a limit of 0 it is infinite.
     """
 
     name: str
@@ -194,7 +195,9 @@ def _result(name: str, actual: torch.Tensor, expected: torch.Tensor, tolerance: 
     lowest = None if found.cosine == math.inf else found.cosine
     lost = found.not_finite > 0
     factor = _factor(found, tolerance)
-    possible = not lost and not all_zero and factor < NO_TOLERANCE
+    # Equal or not is asked of integers by what they are, of floats by a person (--atol 0), who may ask less.
+    exact = tolerance.elements_exact() and actual.is_floating_point() and expected.is_floating_point()
+    possible = not lost and not all_zero and (math.isfinite(found.max_abs) if exact else factor < NO_TOLERANCE)
     return Comparison(
         name=name,
         shape=tuple(actual.shape),
@@ -211,7 +214,7 @@ def _result(name: str, actual: torch.Tensor, expected: torch.Tensor, tolerance: 
         max_rel=math.nan if lost else found.max_rel if found.max_rel < NO_TOLERANCE else math.inf,
         cosine=math.nan if lost else lowest,
         norm_deviation=math.nan if lost else found.norm,
-        needed=_needed(found, tolerance) if possible else None,
+        needed=None if not possible else replace(tolerance, atol=found.max_abs) if exact else _needed(found, tolerance),
         needed_factor=factor if possible else math.inf,
         bitwise=found.equal,
         nan_actual=found.nan_actual,
@@ -278,7 +281,8 @@ def element(actual: torch.Tensor, expected: torch.Tensor, position: int, axes: A
     """The element at a flat position of both tensors, with its name and ULP distance."""
     index = _unravel(position, actual.shape)
     left, right = (int(value) if isinstance(value, bool) else value for value in (actual[index].item(), expected[index].item()))
-    return Element(index, axes.coordinates(index), left, right, ulp_distance(left, right, actual.dtype))
+    ulp = ulp_distance(left, right, actual.dtype)
+    return Element(index, axes.coordinates(index), left, right, None if ulp == 0 and left != right else ulp)
 
 
 def ulp_distance(left: float, right: float, dtype: torch.dtype) -> int | None:

@@ -20,7 +20,7 @@ from mlactl.replay.results import Strictness, call_axes, natural_lse, result_com
 if TYPE_CHECKING:
     import torch
 
-_EXPECTED = "name two captures, two .safetensors or .pt files, or two folders of captures"
+_EXPECTED = "name two captures, two .safetensors or .pt files, or two folders of captures or saved results"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,11 @@ class Work:
     def pair_bytes(self, place: int) -> int:
         """Bytes on disk of one pair."""
         return sum(_size(file) for side in self.pairs[place][1:] for file in _files_of(side))
+
+    def files(self) -> tuple[Path, ...]:
+        """Every file of both sides, those that only one side has too."""
+        sides = [side for _, *both in self.pairs for side in both] + [folder / name for name, folder in self.alone]
+        return tuple(file for side in sides for file in _files_of(side))
 
 
 @dataclass(slots=True)
@@ -55,16 +60,26 @@ def plan(left: Path, right: Path) -> Work:
         raise UsageError(f"{plain(left)} and {plain(right)}: a folder and a file", hint="compare two folders of captures, or two files")
     if not kinds[0]:
         return Work(((f"{left.name} against {right.name}", left, right),))
-    ours = {captures.stem(path).relative_to(left): path for path in captures.find([left])}
-    theirs = {captures.stem(path).relative_to(right): path for path in captures.find([right])}
+    ours, theirs = _held_by(left), _held_by(right)
     both = sorted(set(ours) & set(theirs))
     if not both:
         raise UsageError(
-            f"{plain(left)} and {plain(right)} share no capture: {len(ours)} and {len(theirs)} names, none the same",
+            f"{plain(left)} and {plain(right)} share no name: {len(ours)} and {len(theirs)} names, none the same",
             hint=f"mlactl diff {plain(ours[min(ours)])} {plain(theirs[min(theirs)])} compares two of any name",
         )
     alone = tuple((str(name), left if name in ours else right) for name in sorted(set(ours) ^ set(theirs)))
     return Work(tuple((str(name), ours[name], theirs[name]) for name in both), alone)
+
+
+def _held_by(folder: Path) -> dict[Path, Path]:
+    """The captures of a folder by name; where it has none, the results that `mlactl replay --save` wrote there."""
+    try:
+        return {captures.stem(path).relative_to(folder): path for path in captures.find([folder])}
+    except UsageError:
+        saved = {path.relative_to(folder): path for path in folder.rglob(f"*{storage.RESULTS_SUFFIX}")}
+        if not saved:
+            raise
+        return saved
 
 
 def diff(work: Work, options: Strictness, *, on_pair: Callable[[int], None] | None = None) -> Report:
@@ -209,8 +224,7 @@ def _there(path: Path) -> bool:
 def _files_of(path: Path) -> tuple[Path, ...]:
     if not is_capture(path):
         return (path,)
-    stem = captures.stem(path)
-    return tuple(stem.with_name(stem.name + suffix) for suffix in (storage.IN_SUFFIX, storage.OUT_SUFFIX))
+    return captures.files(path)[:2]
 
 
 def _size(path: Path) -> int:

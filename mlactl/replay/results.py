@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from mlactl.replay import tolerances
@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from mlactl.replay.capture import Capture
 
 
+LSE_KEEPS = "the tolerance on the command line is the output's, the LSE keeps its own"
+
+
 @dataclass(frozen=True, slots=True)
 class Strictness:
     """Tolerances instead of the table's, and whether NaN against NaN passes."""
@@ -24,6 +27,15 @@ class Strictness:
     rtol: float | None = None
     row: float | None = None
     allow_nan: bool = False
+
+    def typed(self) -> bool:
+        """Whether any tolerance was typed."""
+        return any(value is not None for value in (self.atol, self.rtol, self.row))
+
+    def arguments(self) -> list[str]:
+        """What was typed, as it is typed again."""
+        typed = (("--atol", self.atol), ("--rtol", self.rtol), ("--row-tol", self.row))
+        return [f"{option} {value!r}" for option, value in typed if value is not None] + ["--allow-nan"] * self.allow_nan
 
     def require(self) -> None:
         """Raises UsageError for a tolerance that is none, before anything was read."""
@@ -66,14 +78,8 @@ def result_comparisons(
         found.append(compare(output[0], output[1], tolerance, name="output", axes=axes, allow_nan=options.allow_nan))
     if lse is not None:
         # A tolerance typed for the output says nothing about LSE.
-        found.append(
-            compare(
-                lse[0],
-                lse[1],
-                tolerances.for_lse(merged=merged),
-                name="lse",
-                axes=Axes(axes.names[:2], axes.group_name, axes.groups, axes.origin[:2]),
-                allow_nan=options.allow_nan,
-            )
-        )
+        lse_axes = Axes(axes.names[:2], axes.group_name, axes.groups, axes.origin[:2])
+        item = compare(lse[0], lse[1], tolerances.for_lse(merged=merged), name="lse", axes=lse_axes, allow_nan=options.allow_nan)
+        typed = options.typed() and not item.matches
+        found.append(replace(item, notes=(*item.notes, LSE_KEEPS)) if typed else item)
     return tuple(found)

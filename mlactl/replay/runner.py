@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,11 @@ if TYPE_CHECKING:
 REFERENCES = ("fp32", "fp64")
 
 
+def _listed(indices: Iterable[int] | None) -> str | None:
+    """Indices as a person types them."""
+    return None if indices is None else ",".join(map(str, indices))
+
+
 @dataclass(frozen=True, slots=True)
 class ReplayOptions:
     """What a person asked for. `rows` and `heads` restrict the comparison; `save` is the folder results are written to.
@@ -54,6 +59,21 @@ class ReplayOptions:
     threads: int | None = None
     on_step: Callable[[str], None] | None = None
     kept: Kept | None = None
+
+    def command(self, targets: Iterable[Path | str], wrong: Pair) -> str:
+        """The command that shows the smallest failing slice, judged alike: the worst row and head, or all that was asked where none stands out."""
+        worst = next((item.worst for item in wrong.comparisons if item.worst is not None), None)
+        place = dict(worst.coordinates) if worst is not None else {}
+        given: list[tuple[str, object]] = [
+            ("--rows", place.get("row", _listed(self.rows))),
+            ("--heads", place.get("head", _listed(self.heads))),
+            ("--reference", self.reference if self.reference != "fp32" else None),
+            ("--device", self.device if self.device != "auto" else None),
+            ("--repeats", self.repeats if self.repeats != 3 else None),
+            ("--cache-dir", shell_word(self.cache_dir) if self.cache_dir is not None else None),
+        ]
+        options = [f"{name} {value}" for name, value in given if value is not None] + ["--no-kernel"] * (not self.kernel)
+        return " ".join(["mlactl replay", *map(shell_word, targets), *options, *self.strictness.arguments()])
 
     def step(self, text: str) -> None:
         """Says what is being done now."""
@@ -153,7 +173,7 @@ def replay_capture(capture: Capture, options: ReplayOptions) -> CallReport:
         pairs,
         inferred=inferred,
         determinism=results.kernel.determinism,
-        command=_command(capture, wrong),
+        command=options.command([capture.path or capture.name], wrong),
         notes=notes,
         bisection=_bisect(results, options, wrong) if options.bisect else None,
     )
@@ -232,16 +252,6 @@ def _saved(results: Results, options: ReplayOptions) -> tuple[str, ...]:
         return ()
     sources = (("reference", results.reference), ("captured", results.captured), ("kernel", results.kernel.result))
     return storage.save_results(options.save, results.capture.name, sources)
-
-
-def _command(capture: Capture, wrong: Pair) -> str:
-    """The command that shows the smallest failing slice: the worst row and head, or the whole capture where none stands out."""
-    target = shell_word(capture.path if capture.path is not None else capture.name)
-    worst = next((item.worst for item in wrong.comparisons if item.worst is not None), None)
-    if worst is None:
-        return f"mlactl replay {target}"
-    place = dict(worst.coordinates)
-    return f"mlactl replay {target} --rows {place['row']} --heads {place['head']}"
 
 
 def _bisect(results: Results, options: ReplayOptions, wrong: Pair) -> Bisection:

@@ -21,7 +21,7 @@ from mlactl.errors import CannotRun, MlactlError
 from mlactl.kernels.spec import canonical_json
 from mlactl.printable import safe, shell_word
 from mlactl.regular_files import open_regular, require_writable_folder
-from mlactl.regular_files import write_file as replace_file
+from mlactl.regular_files import write_file as write_new_file
 from mlactl.replay.errors import RECORD_AGAIN, BadCapture
 from mlactl.replay.header import METADATA_KEY, FileHeader, TensorFact, dump, parse
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 IN_SUFFIX = ".in.safetensors"
 OUT_SUFFIX = ".out.safetensors"
+RESULTS_SUFFIX = ".results.safetensors"
 INDEX = "index.jsonl"
 NOT_SAVED = "results were not saved"
 
@@ -177,20 +178,26 @@ def _check_tensor(path: Path, name: str, tensor: torch.Tensor, declared: TensorF
         )
 
 
+def results_path(folder: Path, name: str) -> Path:
+    """Where the results of that capture are saved."""
+    return folder / f"{name}{RESULTS_SUFFIX}"
+
+
 def save_results(folder: Path, name: str, sources: Sequence[tuple[str, tuple[torch.Tensor | None, torch.Tensor | None]]]) -> tuple[str, ...]:
     """Writes (output, LSE) pairs by their sources' names as `FOLDER/<name>.results.safetensors`, for `mlactl diff`.
 
-    Returns a note where that fails, nothing where it is done: what was computed is worth more than its file.
+    A file that is there stays as it is. Returns a note where that fails, nothing where it is done: what was computed is
+    worth more than its file.
     """
     from safetensors.torch import save
 
     found = {
         f"{source}.{what}": tensor for source, pair in sources for what, tensor in zip(("output", "lse"), pair, strict=True) if tensor is not None
     }
-    path = folder / f"{name}.results.safetensors"
+    path = results_path(folder, name)
     try:
         require_writable_folder(path.parent)
-        replace_file(save(unshared(found)), path, force=True)
+        write_new_file(save(unshared(found)), path, force=False)
     except MlactlError as error:
         return (f"{NOT_SAVED}: {safe(error.message)}",)
     return ()

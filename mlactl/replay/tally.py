@@ -67,9 +67,9 @@ class Tally:
     equal: bool = True
     first: int | None = None
     worst: int | None = None
-    worst_ratio: float = -1.0
+    worst_rank: tuple[float, float] = (-1.0, -1.0)
     worst_row: RowShape | None = None
-    worst_row_badness: float = -1.0
+    worst_row_rank: tuple[float, float] = (-1.0, -1.0)
     by_row: dict[int, int] = field(default_factory=dict)
     by_column: Any = None
 
@@ -235,7 +235,7 @@ def _tally_rows(
     found.ratio = max(found.ratio, float(ratios[position]))
     error = float(errors[position])
     share = error / float(largest[position]) if float(largest[position]) else math.inf if error else 0.0
-    if found.worst_row is None or (found.worst_row_badness < 0 and share > found.worst_row.error_share):
+    if found.worst_row is None or (found.worst_row_rank[0] < 0 and share > found.worst_row.error_share):
         found.worst_row = RowShape(start + position * columns, float(cosine[position]), float(norm_ratio[position]), error, share)
 
 
@@ -287,13 +287,14 @@ def _judge_rows(
         found.norm = max(found.norm, float(deviation[fit].max()))
         found.ratio = max(found.ratio, float(ratio[fit].max()))
     if bool(bad.any()):
-        _tally_mismatches(found, mismatch, ratio, bad, starts)
+        _tally_mismatches(found, mismatch, ratio, torch.where(unfit, math.inf, error), bad, starts)
         largest_error = error.amax(1)
         share = torch.where(largest_error == 0, 0.0, largest_error / largest)
-        badness = torch.where(bad, torch.where(unfit_rows, math.inf, (1 - cosine) + deviation + share), -1.0)
-        place = int(badness.argmax())
-        if float(badness[place]) > found.worst_row_badness:
-            found.worst_row_badness = float(badness[place])
+        # Where elements must be equal nothing is asked of the row, and its worst element says how far off it is.
+        shape = largest_error if tolerance.elements_exact() else (1 - cosine) + deviation + share
+        place, rank = _furthest(torch.where(bad, torch.where(unfit_rows, math.inf, shape), -1.0), largest_error)
+        if rank > found.worst_row_rank:
+            found.worst_row_rank = rank
             lost = int(unfit[place].sum())
             error_there, share_there = (math.nan, math.nan) if lost else (float(largest_error[place]), float(share[place]))
             found.worst_row = RowShape(int(starts[place]), float(cosine[place]), float(norm_ratio[place]), error_there, share_there, lost)
@@ -317,7 +318,17 @@ def cosine_and_norm(actual: torch.Tensor, expected: torch.Tensor) -> tuple[torch
     return cosine, torch.where(both_zero, 1.0, ratio)
 
 
-def _tally_mismatches(found: Tally, mismatch: torch.Tensor, ratio: torch.Tensor, bad: torch.Tensor, starts: torch.Tensor) -> None:
+def _furthest(badness: torch.Tensor, error: torch.Tensor) -> tuple[int, tuple[float, float]]:
+    """The place of the largest badness, of several the one with the largest error, and both: over a limit of 0 every error is infinite."""
+    import torch
+
+    place = int(torch.where(badness == badness.max(), error, -1.0).argmax())
+    return place, (float(badness[place]), float(error[place]))
+
+
+def _tally_mismatches(
+    found: Tally, mismatch: torch.Tensor, ratio: torch.Tensor, error: torch.Tensor, bad: torch.Tensor, starts: torch.Tensor
+) -> None:
     import torch
 
     columns = mismatch.shape[1]
@@ -335,8 +346,7 @@ def _tally_mismatches(found: Tally, mismatch: torch.Tensor, ratio: torch.Tensor,
     position = int(shown.to(torch.uint8).flatten().argmax())
     if found.first is None:
         found.first = int(starts[position // columns]) + position % columns
-    flat = torch.where(shown, ratio, -1.0).flatten()
-    position = int(flat.argmax())
-    if float(flat[position]) > found.worst_ratio:
-        found.worst_ratio = float(flat[position])
+    position, rank = _furthest(torch.where(shown, ratio, -1.0).flatten(), error.flatten())
+    if rank > found.worst_rank:
+        found.worst_rank = rank
         found.worst = int(starts[position // columns]) + position % columns

@@ -228,6 +228,32 @@ def test_junit_fails_where_only_one_side_has_a_tensor(inside, tmp_path):
     ]
 
 
+def test_a_report_never_takes_the_place_of_what_is_read(inside, tmp_path):
+    """`--junit` replaced a file of a capture, where A and B were captures or folders of them."""
+    folders = [tmp_path / name for name in ("a", "b")]
+    for folder in folders:
+        folder.mkdir()
+        for path in EXAMPLES.glob("dense-right.*"):
+            shutil.copy(path, folder)
+    for path in EXAMPLES.glob("dense-visible-length.*"):
+        shutil.copy(path, folders[0])  # only one side has it
+    held = {path: path.read_bytes() for folder in folders for path in folder.iterdir()}
+    for target in held:
+        both = [folders] if target.name.startswith("dense-visible") else [folders, [folder / "dense-right" for folder in folders]]
+        for sides in both:
+            done = inside("diff", *sides, "--junit", target)
+            assert (done.code, f"is the same file as {target}, which is read" in done.stderr) == (2, True), done.stderr
+    assert {path: path.read_bytes() for folder in folders for path in folder.iterdir()} == held
+
+
+def test_the_worst_of_integers(inside, tmp_path):
+    """It was the first mismatch: over a limit of 0 every error is infinite."""
+    ours, theirs = (
+        tensors(tmp_path / f"{name}.safetensors", x=torch.tensor(value)) for name, value in (("a", [1, 5, 7]), ("b", [2, 100, 7]))
+    )  # fmt: skip
+    assert "worst     dim0 1: 5, expected 100" in inside("diff", ours, theirs).stdout
+
+
 def test_integers_of_64_bits(inside, tmp_path):
     ours, theirs = (tensors(tmp_path / f"{name}.safetensors", x=torch.tensor([2**53 + step])) for name, step in (("a", 1), ("b", 0)))
     done = inside("diff", ours, theirs)

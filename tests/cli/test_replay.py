@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from mlactl.errors import CannotRun
 
@@ -202,7 +202,7 @@ def test_results_that_cannot_be_saved_are_said_after_the_report(inside, tmp_path
     def full(data, target, *, force):
         raise CannotRun(f"{target}: no space left on device")
 
-    monkeypatch.setattr(storage, "replace_file", full)
+    monkeypatch.setattr(storage, "write_new_file", full)
     done = inside("replay", EXAMPLES / "dense-right", "--save", tmp_path / "saved")
     assert done.code == 2
     assert done.lines[0].startswith("OK: 1 capture: 1 match")
@@ -213,7 +213,7 @@ def test_results_that_cannot_be_saved_are_said_after_the_report(inside, tmp_path
 def test_a_junit_file_that_fails_late_comes_after_the_report(inside, tmp_path, monkeypatch):
     from mlactl.cli import replay
 
-    monkeypatch.setattr(replay, "require_writable", lambda target: None)
+    monkeypatch.setattr(replay, "require_writable", lambda target, sources: None)
     done = inside("replay", EXAMPLES / "dense-right", "--junit", tmp_path / "absent" / "x.xml")
     assert done.code == 2
     assert done.lines[0].startswith("OK: 1 capture: 1 match")
@@ -346,6 +346,88 @@ def test_a_picture(inside, tmp_path, monkeypatch):
     assert sorted(computed) == NAMES  # what is drawn is not computed again
     assert (tmp_path / "error.png").read_bytes().startswith(b"\x89PNG")
     assert "drew dense-split-dropped" in done.stderr
+
+
+@pytest.mark.parametrize("what", ["in.safetensors", "out.safetensors", "index"])
+def test_a_report_never_takes_the_place_of_a_capture(inside, tmp_path, what):
+    """`--junit` named a file of the capture that was replayed, and replaced it."""
+    folder = example(tmp_path, "dense-right")
+    (folder / "index.jsonl").write_text("{}\n")
+    target = folder / ("index.jsonl" if what == "index" else f"dense-right.{what}")
+    held = {path: path.read_bytes() for path in folder.iterdir()}
+    (tmp_path / "link.xml").symlink_to(target)
+    for name in (target, tmp_path / "link.xml"):
+        for captures in (folder, folder / "dense-right"):
+            done = inside("replay", captures, "-q", "--junit", name)
+            assert (done.code, f"{name}: is the same file as {target}, which is read" in done.stderr) == (2, True), done.stderr
+    assert {path: path.read_bytes() for path in folder.iterdir()} == held
+
+
+def test_saved_results_are_never_replaced(inside, tmp_path):
+    """Results of an earlier run were replaced in silence; so was what stood under that name otherwise."""
+    folder = example(tmp_path, "dense-right", "dense-visible-length")
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    older = saved / "dense-visible-length.results.safetensors"
+    older.write_bytes(b"older")
+    done = inside("replay", folder, "--save", saved)
+    assert (done.code, done.stdout) == (2, "")
+    assert f"{older}: is there already, nothing was replayed" in done.stderr
+    assert "hint: name a new folder: --save DIR" in done.stderr
+    assert [(path.name, path.read_bytes()) for path in saved.iterdir()] == [(older.name, b"older")]
+
+
+def test_folders_of_saved_results_are_compared_pair_by_pair(inside, tmp_path):
+    """They "hold no captures", though they are written for `mlactl diff`."""
+    folder = example(tmp_path, "dense-right", "dense-visible-length")
+    for name in ("one", "two"):
+        assert inside("replay", folder, "--save", tmp_path / name, "-q").code == 1
+    same = inside("diff", tmp_path / "one", tmp_path / "two", "--json")
+    assert (same.code, [(call["name"], call["status"]) for call in same.json["calls"]]) == (
+        0, [("dense-right.results.safetensors", "match"), ("dense-visible-length.results.safetensors", "match")],
+    )  # fmt: skip
+    changed = tmp_path / "two" / "dense-right.results.safetensors"
+    other = load_file(changed)
+    other["captured.lse"][0, 0] += 1
+    save_file(other, changed)
+    (tmp_path / "two" / "dense-visible-length.results.safetensors").unlink()
+    done = inside("diff", tmp_path / "one", tmp_path / "two", "--json")
+    assert (done.code, [(call["name"], call["status"]) for call in done.json["calls"]]) == (
+        1, [("dense-right.results.safetensors", "mismatch"), ("dense-visible-length.results.safetensors", "mismatch")],
+    )  # fmt: skip
+    assert done.json["calls"][1]["findings"] == [f"dense-visible-length.results.safetensors is only in {tmp_path / 'one'}"]
+    taken = inside("diff", tmp_path / "one", tmp_path / "two", "--junit", changed)
+    assert (taken.code, f"is the same file as {changed}, which is read" in taken.stderr) == (2, True)
+
+
+def test_the_reproducing_command_judges_as_the_run_did(inside):
+    """It left out the tolerances, the reference and --no-kernel: the command that was printed could pass."""
+    strict = ("--atol", "0", "--reference", "fp64", "--no-kernel", "--allow-nan", "--device", "cpu")
+    done = inside("replay", EXAMPLES / "dense-right", *strict)
+    command = next(line for line in done.lines if line.startswith("reproduce: ")).split()[2:]
+    assert command[6:] == ["--reference", "fp64", "--device", "cpu", "--no-kernel", "--atol", "0.0", "--allow-nan"]
+    assert (done.code, inside(*command).code, inside(*command[:6]).code) == (1, 1, 0)
+
+
+def test_values_that_the_judged_type_cannot_tell_apart_have_no_ulp_distance(inside):
+    """With --atol 0 a mismatch of bf16 against fp32 was "0 ulp apart"."""
+    done = inside("replay", EXAMPLES / "dense-right", "--atol", "0", "--no-kernel")
+    assert done.code == 1
+    assert ", 0 ulp apart" not in done.stdout
+    row = next(line for line in done.lines if line.startswith("output  MISMATCH"))
+    assert "atol " in row
+    assert " none " not in row
+
+
+def test_a_typed_tolerance_that_leaves_the_lse_alone_says_so(inside):
+    """`--atol 100` failed by its LSE, without a word on why the tolerance did not hold for it."""
+    note = "the tolerance on the command line is the output's, the LSE keeps its own"
+    done = inside("replay", EXAMPLES / "dense-split-dropped", "--atol", "100", "--json")
+    output, lse = done.json["calls"][0]["pairs"][0]["outputs"]
+    assert (output["status"], lse["status"], lse["tolerance"]["name"], lse["notes"]) == ("match", "mismatch", "lse", [note])
+    assert note not in inside("replay", EXAMPLES / "dense-split-dropped").stdout
+    for command in ("replay", "diff"):
+        assert inside(command, "--help").stdout.count("not of LSE") == 3
 
 
 def test_a_tolerance_typed_by_a_person(inside):

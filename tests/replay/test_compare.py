@@ -358,6 +358,37 @@ def test_nan_that_is_allowed_leaves_the_rest_of_its_row_to_be_judged():
     assert found.cosine < 0.9999
 
 
+def test_where_elements_must_be_equal_the_worst_has_the_largest_error(monkeypatch):
+    """Worst element and row were the first ones that differ, and no smallest tolerance was named though `--atol 1` passes."""
+    exact = tolerances.overridden(BF16, atol=0.0)
+    expected = torch.ones(6, 4)
+    expected[1], expected[2] = 0, 0
+    actual = expected.clone()
+    actual[0, 1] += 2**-10
+    actual[1, 1] += 2**-10
+    actual[2, 2] += 2**-5
+    actual[4, 3] -= 1
+    actual[5, 0] += 2**-3
+    for elements in (1 << 19, 4):  # in one block, and a row a block
+        monkeypatch.setattr(engine, "BLOCK_ELEMENTS", elements)
+        found = compare(actual, expected, exact, name="x")
+        assert (found.first.index, found.worst.index, found.worst_row.coordinates) == ((0, 1), (4, 3), (("dim0", 4),))
+        assert (found.needed.atol, found.needed.rtol, found.needed.row, found.needed_factor) == (1.0, 0.0, 0.0, math.inf)
+        assert compare(actual, expected, found.needed, name="x").matches
+        lost = actual.clone()
+        lost[3, 2] = math.nan
+        found = compare(lost, expected, exact, name="x")
+        assert (found.worst.index, found.worst_row.coordinates, found.needed) == ((3, 2), (("dim0", 3),), None)
+    found = compare((actual * 2**20).int(), (expected * 2**20).int(), EXACT, name="x")
+    assert (found.worst.index, found.worst_row.coordinates, found.needed) == ((4, 3), (("dim0", 4),), None)
+
+
+def test_a_difference_that_the_judged_type_cannot_tell_has_no_ulp_distance():
+    actual, expected = torch.tensor([[1.0, 2.0]], dtype=torch.bfloat16), torch.tensor([[1.0001, 2.25]])
+    found = compare(actual, expected, tolerances.overridden(BF16, atol=0.0), name="x")
+    assert (found.first.index, found.first.ulp, found.worst.index, found.worst.ulp) == ((0, 0), None, (0, 1), 16)
+
+
 def test_a_row_of_zeros_has_no_norm_to_compare_with():
     """Against an expected row of zeros the report had a norm of 150 digits and a percentage as long."""
     expected = torch.zeros(2, 1, 64)

@@ -20,6 +20,7 @@ from mlactl.replay.dcp.merge import merge_results
 from mlactl.replay.dcp.unsharded import global_lengths, held, length_faults, unsharded
 from mlactl.replay.errors import BadCapture
 from mlactl.replay.header import Parallel
+from mlactl.replay.results import Strictness
 from mlactl.replay.runner import ReplayOptions, replay
 
 CPU = ReplayOptions(device="cpu")
@@ -207,6 +208,12 @@ def test_rows_and_heads_restrict_the_merge_too(tmp_path):
     place = dict(wrong.pairs[0].comparisons[0].worst.coordinates)
     assert (place["request"], place["row"], place["head"]) == (1, 4, 1)
     assert wrong.inferred[0].note.startswith("rank 1")
+    # It named the shards alone: a command that judges the whole call, by the tolerances of the table.
+    named = f"mlactl replay {' '.join(str(path).removesuffix('.in.safetensors') for path in paths)}"
+    assert wrong.command == f"{named} --rows 4 --heads 1 --device cpu"
+    (strict,) = group_reports(paths, replace(CPU, strictness=Strictness(row=0.001), kernel=False))
+    place = dict(strict.pairs[0].comparisons[0].worst.coordinates)
+    assert strict.command == f"{named} --rows {place['row']} --heads {place['head']} --device cpu --no-kernel --row-tol 0.001"
     (outside,) = group_reports(paths, replace(CPU, rows=(6,)))
     assert (outside.status, outside.message, outside.hint) == ("error", "row 6 was asked for, the capture has rows 0 to 5", "--rows 0-5")
 

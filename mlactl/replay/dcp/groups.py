@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mlactl.errors import MlactlError
-from mlactl.printable import safe, shell_word
+from mlactl.printable import safe
 from mlactl.replay import capture as captures
 from mlactl.replay import oracle, storage
 from mlactl.replay.capture import Capture
@@ -190,7 +190,7 @@ def compare_merged(
         ),
         (pair,),
         inferred=() if pair.matches or known is None else _by_rank(known, merged[0], right[0]),
-        command=None if pair.matches else f"mlactl replay {' '.join(shell_word(shard.path or shard.name) for shard in group.shards)}",
+        command=None if pair.matches else options.command([shard.path or shard.name for shard in group.shards], pair),
         notes=(*(f"rank {rank}, row {row}: sees {sees} of its keys, {count} of them are visible" for rank, row, sees, count in faults[:4]), *saved),
         bisection=_explain(group, known, merged[0], right[0], faults, rows, heads, options) if explained and known is not None else None,
     )
