@@ -28,7 +28,10 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
-    """One explanation of a wrong output, tried against it. `factor` is the largest error left over the tolerance (1 and below passes)."""
+    """One explanation of a wrong output, tried against it. `factor` is the largest error left over the tolerance (1 and below passes).
+
+    One that could be made to fit whatever was captured is not `tested`: it does not reproduce, and `text` says why.
+    """
 
     name: str
     text: str
@@ -36,6 +39,7 @@ class Hypothesis:
     reproduces: bool
     factor: float
     lse_factor: float | None = None
+    tested: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,9 +234,10 @@ def _bisection(item: Bisection | None) -> dict[str, Any] | None:
             "name": one.name,
             "text": one.text,
             "coordinates": dict(one.coordinates),
+            "tested": one.tested,
             "reproduces": one.reproduces,
-            "factor": number(one.factor),
-            "lse_factor": number(one.lse_factor),
+            "factor": number(one.factor) if one.tested else None,
+            "lse_factor": number(one.lse_factor) if one.tested else None,
         }
         for one in item.hypotheses
     ]

@@ -125,5 +125,7 @@ def bisection_lines(found: Bisection) -> list[tuple[str, str]]:
 def _fit(item: Hypothesis) -> str:
     if item.reproduces:
         return "reproduces"
+    if not item.tested:
+        return "not tested"
     largest = max(item.factor, item.lse_factor or 0.0)
     return f"off by {largest:.3g}x the tolerance" if largest < 1e30 else "further off than any tolerance"
