@@ -149,6 +149,7 @@ def _import(out: Output, dumps: list[str], target: Path) -> list[Path]:
     """Captures made of FlashInfer dumps; raises NothingCompared where none could be made."""
     from mlactl.replay.errors import NothingCompared
     from mlactl.replay.importers.flashinfer import CALLS_HINT, import_dumps
+    from mlactl.replay.report import counted
 
     written: list[Path] = []
     refused: list[Refusal] = []
@@ -165,7 +166,7 @@ def _import(out: Output, dumps: list[str], target: Path) -> list[Path]:
             written += found.written
             refused += found.refused
             again = f" ({found.unchanged} were there already)" if found.unchanged else ""
-            out.note(f"{source}: {len(found.written)} captures written to {target}{again}, {len(found.refused)} refused, {found.ignored} other calls")
+            out.note(f"{source}: {counted(len(found.written), 'capture')} written to {target}{again}, {len(found.refused)} refused, {counted(found.ignored, 'other call')}")
     for item in refused:
         out.warn(f"{item.name} was not imported: {item.why}")
         if item.hint:
