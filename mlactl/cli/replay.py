@@ -43,7 +43,12 @@ def replay(
     ] = None,
     plot: Annotated[
         Path | None,
-        typer.Option("--plot", metavar="FILE.png", readable=False, help="Draw error by head and row, and against magnitude, of the first that fails (mlactl[plot])"),
+        typer.Option(
+            "--plot",
+            metavar="FILE.png",
+            readable=False,
+            help="Draw error by head and row, and against magnitude, of the first that fails (mlactl[plot])",
+        ),
     ] = None,
     junit: options.JunitOption = None,
     save: Annotated[
@@ -181,7 +186,8 @@ def _import(out: Output, dumps: list[str], target: Path) -> list[Path]:
             written += found.written
             refused += found.refused
             again = f" ({found.unchanged} were there already)" if found.unchanged else ""
-            out.note(f"{source}: {counted(len(found.written), 'capture')} written to {target}{again}, {len(found.refused)} refused, {counted(found.ignored, 'other call')}")
+            kept = f"{counted(len(found.written), 'capture')} written to {target}{again}"
+            out.note(f"{source}: {kept}, {len(found.refused)} refused, {counted(found.ignored, 'other call')}")
     for item in refused:
         out.warn(f"{item.name} was not imported: {item.why}")
         if item.hint:

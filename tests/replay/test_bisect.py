@@ -185,7 +185,8 @@ def test_two_rows_or_heads_tell_which_record(heads):
 @pytest.mark.parametrize("name", ["dense-split-dropped", "dense-visible-length", "sparse-identity-scale", "sparse-lse-base"])
 def test_a_slice_of_another_fault_has_one_explanation(name):
     """Of one row and head the altered record was a second explanation that reproduced it as well."""
-    found = replay_capture(captures.read(EXAMPLES / name), replace(BISECT, rows=(6 if name.startswith("dense") else 2,), heads=(0,))).bisection.hypotheses
+    row = 6 if name.startswith("dense") else 2
+    found = replay_capture(captures.read(EXAMPLES / name), replace(BISECT, rows=(row,), heads=(0,))).bisection.hypotheses
     assert [item.reproduces for item in found] == [True] + [False] * (len(found) - 1)
     assert [item.name for item in found if not item.tested] == ["altered record"]
 

@@ -50,8 +50,9 @@ def run_ranks(paths: Sequence[str], options: ReplayOptions) -> Report | None:
         raise UsageError(f"the captures hold no complete DCP group{why}", hint="name a folder with the captures of every rank of a call")
     worlds = {group.shards[0].call.parallel.dcp_world for group in groups}
     if worlds != {ranks}:
+        started = f"{counted(ranks, 'rank')} {'was' if ranks == 1 else 'were'} started"
         raise UsageError(
-            f"{counted(ranks, 'rank')} {'was' if ranks == 1 else 'were'} started, the captures hold groups of {' and '.join(map(str, sorted(worlds)))}",
+            f"{started}, the captures hold groups of {' and '.join(map(str, sorted(worlds)))}",
             hint=f"torchrun --nproc-per-node {min(worlds)} -m mlactl.replay.dcp {shell_word(paths[0])}",
         )
     local = int(os.environ.get("LOCAL_RANK", "0"))
