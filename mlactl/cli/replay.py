@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Sequence
@@ -43,7 +44,12 @@ def replay(
     ] = None,
     plot: Annotated[
         Path | None,
-        typer.Option("--plot", metavar="FILE.png", readable=False, help="Draw error by head and row, and against magnitude (mlactl[plot])"),
+        typer.Option(
+            "--plot",
+            metavar="FILE.png",
+            readable=False,
+            help="Draw error by head and row, and against magnitude, of the first that fails (mlactl[plot])",
+        ),
     ] = None,
     junit: options.JunitOption = None,
     save: Annotated[
@@ -70,7 +76,8 @@ def replay(
 
     Captures of all ranks of a DCP call are merged by LSE as well and compared with the unsharded reference. Quiet output
     is the names that do not match, one a line. Exit codes: 0 all that was compared matches, what was not is named; 1 mismatch;
-    2 nothing compared, a malformed capture, a dump that was refused, or a file that could not be written.
+    2 nothing compared, a malformed capture, a dump that was refused, or a file that could not be written; 3 no GPU for
+    --device cuda.
     """
     from mlactl.opening import open_runtime
     from mlactl.replay.capture import find
@@ -117,6 +124,8 @@ def replay(
     lost = unsaved(report)
     if lost is not None:
         raise CannotRun(lost, hint="name another folder: --save DIR")
+    if smallest is not None:
+        _say_if_unwritten(out, smallest, report)
     if plot is not None:
         _plot(out, plot, paths, asked, report)
     return report.exit_code
@@ -159,9 +168,20 @@ def _check_targets(asked: ReplayOptions, junit: Path | None, plot: Path | None, 
     for target in (plot, junit):
         if target is not None:
             require_writable(target, sources)
-    for folder in (asked.save, asked.smallest, imported):
+    for folder in (asked.save, imported):
         if folder is not None:
             require_writable_folder(folder)
+    if asked.smallest is not None:
+        _require_makeable(asked.smallest)
+
+
+def _require_makeable(folder: Path) -> None:
+    """As `require_writable_folder`, without leaving the folder: most runs have nothing to write in it."""
+    made = [place for place in (folder, *folder.parents) if not os.path.lexists(place)]
+    require_writable_folder(folder)
+    with contextlib.suppress(OSError):
+        for place in made:
+            place.rmdir()
 
 
 def _require_dumps(sources: list[str]) -> tuple[Path, ...]:
@@ -190,7 +210,7 @@ def _import(out: Output, dumps: list[str], target: Path) -> tuple[list[Path], li
     """Captures made of FlashInfer dumps, and what is to be said of the others; raises NothingCompared where none could be made."""
     from mlactl.replay.errors import NothingCompared
     from mlactl.replay.importers.flashinfer import CALLS_HINT, import_dumps
-    from mlactl.replay.report import ERROR, CallReport
+    from mlactl.replay.report import ERROR, CallReport, counted
 
     written: list[Path] = []
     refused: list[Refusal] = []
@@ -205,7 +225,7 @@ def _import(out: Output, dumps: list[str], target: Path) -> tuple[list[Path], li
             written += found.written
             refused += found.refused
             again = f" ({found.unchanged} there already)" if found.unchanged else ""
-            made, others = _counted(len(found.written), "capture"), _counted(found.ignored, "other call")
+            made, others = counted(len(found.written), "capture"), counted(found.ignored, "other call")
             out.note(f"{source}: {made} written to {target}{again}, {len(found.refused)} refused, {others}")
     if not written:
         for item in refused:
@@ -218,10 +238,6 @@ def _import(out: Output, dumps: list[str], target: Path) -> tuple[list[Path], li
             hint=(refused[0].hint if refused else None) or CALLS_HINT,
         )
     return written, [CallReport(item.name, ERROR, (("dump", safe(item.path)),), message=item.why, hint=item.hint) for item in refused]
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' if number != 1 else ''}"
 
 
 def render(out: Output, report: Report, junit: Path | None) -> None:
@@ -251,6 +267,21 @@ def render(out: Output, report: Report, junit: Path | None) -> None:
         write_file(junit_xml(report).encode("utf-8", "backslashreplace"), junit, force=True)
 
 
+def _say_if_unwritten(out: Output, folder: Path, report: Report) -> None:
+    """Says why --smallest wrote nothing; a capture that could not be written is in the verdict of its call."""
+    if any(call.bisection is not None and call.bisection.steps for call in report.calls):
+        return
+    by_kernel = [pair for call in report.calls for pair in call.pairs if pair.left == "kernel" and pair.right != "captured"]
+    if not by_kernel:
+        runs = (dict(call.provenance).get("kernel run") for call in report.calls)
+        why = next((f"no kernel ran ({reason})" for reason in runs if reason), "no kernel ran")
+    elif all(pair.matches for pair in by_kernel):
+        why = "no result of a kernel is wrong"
+    else:
+        why = "where the kernel's result is wrong the captured one is too, and was explained instead"
+    out.warn(f"nothing was written to {folder}: {why}")
+
+
 def _plot(out: Output, target: Path, paths: tuple[Path, ...], asked: ReplayOptions, report: Report) -> None:
     """Draws the first capture that does not match, or the first one where all do."""
     from mlactl.replay.plot import draw
@@ -261,7 +292,7 @@ def _plot(out: Output, target: Path, paths: tuple[Path, ...], asked: ReplayOptio
         out.warn(f"{target} was not drawn: nothing was compared")
         return
     name = report.calls[drawable[0]].name
-    with out.progress("drawing", None, "pictures", steady=True) as task:
+    with out.progress("drawing", 1, "picture", steady=True) as task:
         draw(target, paths[drawable[0]], dataclasses.replace(asked, on_step=task.describe))
         task.advance()
     out.note(f"drew {name} as {target}")

@@ -29,7 +29,8 @@ MAX_ROWS = 24
 class Evidence:
     """The failing rows: what was captured, what the reference gives (fp64, LSE natural), and what they are held to.
 
-    `lse` is None where none was captured. `heads` are those the comparison was restricted to.
+    `lse` is None where none was captured. `heads` are those the comparison was restricted to; `restricted` says whether
+    rows or heads were left out that the capture has.
     """
 
     capture: Capture
@@ -39,6 +40,7 @@ class Evidence:
     lse: torch.Tensor | None
     reference: torch.Tensor
     reference_lse: torch.Tensor
+    restricted: bool = False
 
     def factor(self, output: torch.Tensor, lse: torch.Tensor) -> tuple[float, float | None]:
         """How well a prediction over these rows fits: the largest output factor and LSE factor."""
@@ -81,11 +83,13 @@ def explain(
             on_step(f"trying explanation {number} of {len(HYPOTHESES)}, {hypothesis.__name__.replace('_', ' ')}")
         tried += hypothesis(evidence)
     tried = _best_of_each(tried)
-    ranked = sorted(tried, key=lambda item: (not item.reproduces, 0 if item.reproduces else max(item.factor, item.lse_factor or 0)))
+    ranked = sorted(tried, key=lambda item: (not item.reproduces, not item.tested, 0 if item.reproduces else max(item.factor, item.lse_factor or 0)))
     if ranked and ranked[0].reproduces:
         verdict = f"{ranked[0].name}: {ranked[0].text}"
     else:
-        verdict = f"none of {len(tried)} explanations reproduces the captured output"
+        untested = [item.name for item in tried if not item.tested]
+        verdict = f"none of {len(tried) - len(untested)} explanations reproduces the captured output"
+        verdict += f"; not tested: {', '.join(untested)}" if untested else ""
     return Bisection(verdict, tuple(ranked))
 
 
@@ -122,6 +126,7 @@ def gather(
         None if lse is None else lse[worst].double(),
         reference[0][worst].double(),
         reference[1][worst].double(),
+        restricted=len(rows) < capture.rows or len(chosen) < capture.heads,
     )
 
 

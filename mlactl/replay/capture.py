@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mlactl.errors import CannotRun, MlactlError, UsageError
-from mlactl.printable import plain, safe
+from mlactl.printable import plain, safe, shell_word
 from mlactl.regular_files import read_bytes, require_writable_folder, unreadable
 from mlactl.replay import checks, storage
 from mlactl.replay.errors import RECORD_AGAIN, BadCapture
@@ -137,10 +137,21 @@ def _named(path: Path) -> Path:
     try:
         inputs.lstat()
     except FileNotFoundError:
+        _require_pair(inputs)
         raise CannotRun(f"{plain(inputs)} does not exist", hint="name a capture, its .in.safetensors file or a folder of them") from None
     except (OSError, ValueError) as error:
         raise unreadable(inputs, error) from error
     return inputs
+
+
+def _require_pair(inputs: Path) -> None:
+    """Raises CannotRun where the outputs are there and the inputs are not."""
+    outputs = stem(inputs).with_name(stem(inputs).name + storage.OUT_SUFFIX)
+    if os.path.lexists(outputs) and not os.path.lexists(inputs):
+        raise CannotRun(
+            f"{plain(inputs)} is missing: {plain(outputs.name)} alone is half of a capture",
+            hint=f"copy {shell_word(inputs.name)} there too, or record again; ls -l {shell_word(inputs.parent)}",
+        )
 
 
 def _inside(folder: Path) -> list[Path]:
@@ -198,6 +209,7 @@ def _index_entry(line: str) -> dict[str, object]:
 def read(path: Path) -> Capture:
     """Reads and checks a capture; raises BadCapture naming both sides of the first misfit, or CannotRun."""
     source = inputs_path(path)
+    _require_pair(source)
     header, tensors = storage.read_file(source)
     if header.role != "inputs" or header.call is None:
         raise BadCapture(f"{source}: holds {header.role}, expected inputs", hint=ROLES)

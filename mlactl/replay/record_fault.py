@@ -8,6 +8,9 @@ the record of one key changed, from value v with weight w to v' with weight w', 
 so E + w * v = (e + w) * v' in every row and head that saw the key, and E = 0, e = 0 in those that did not. v' is one
 vector for all of them: 512 unknowns against 512 equations a row and head. The key for which the least is left over, far
 less than for any other, is the one; what it predicts is then held against the captured output like any explanation.
+
+One row and head alone has as many equations as there are unknowns: every key fits. So the explanation must change the
+output of two of them at least by more than the tolerance, or it was not tested.
 """
 
 from __future__ import annotations
@@ -15,7 +18,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from mlactl.printable import shell_word
+from mlactl.replay import tolerances
 from mlactl.replay.attention import RowView, views
+from mlactl.replay.gates import output_factors
 from mlactl.replay.report import Hypothesis
 
 if TYPE_CHECKING:
@@ -27,6 +33,9 @@ DISTINCT = 0.5
 """The best key's remainder must be under this share of the next one's."""
 
 GONE = 1e-3
+
+PAIRS = 2
+"""(row, head) pairs that the explanation must change by more than the tolerance: one is fitted by any key."""
 
 
 def candidates(evidence: Evidence) -> Iterator[Hypothesis]:
@@ -50,9 +59,23 @@ def candidates(evidence: Evidence) -> Iterator[Hypothesis]:
     best, second = int(order[0]), int(order[1])
     new = solved(best)
     predicted = (reference - weights[:, best : best + 1] * values[best] + changed[:, best : best + 1] * new) / z[:, None]
-    factor, lse_factor = evidence.factor(predicted.reshape(evidence.output.shape), evidence.lse)
+    predicted = predicted.reshape(evidence.output.shape)
+    factor, lse_factor = evidence.factor(predicted, evidence.lse)
+    call = evidence.capture.call
+    pairs = int((output_factors(predicted, evidence.reference, tolerances.for_output(call.record, call.mode)) > 1).sum())
+    if factor <= 1 and pairs < PAIRS:
+        yield Hypothesis("altered record", _untested(evidence, pairs), (), reproduces=False, factor=factor, lse_factor=lse_factor, tested=False)
+        return
     distinct = float(left[best]) <= DISTINCT * float(left[second])
     yield _hypothesis(evidence, int(slots[best]), values[best], new, changed[:, best], weights[:, best], factor, lse_factor, distinct)
+
+
+def _untested(evidence: Evidence, pairs: int) -> str:
+    why = f"{'one row and head' if pairs else 'an LSE alone'} cannot tell which record"
+    if not evidence.restricted:
+        return f"{why}, and no other row and head shows it"
+    capture = evidence.capture
+    return f"{why}; with all rows and heads: mlactl replay {shell_word(capture.path if capture.path is not None else capture.name)} --bisect"
 
 
 def _union(evidence: Evidence, made: list[RowView]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -28,7 +28,10 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
-    """One explanation of a wrong output, tried against it. `factor` is the largest error left over the tolerance (1 and below passes)."""
+    """One explanation of a wrong output, tried against it. `factor` is the largest error left over the tolerance (1 and below passes).
+
+    One that could be made to fit whatever was captured is not `tested`: it does not reproduce, and `text` says why.
+    """
 
     name: str
     text: str
@@ -36,6 +39,7 @@ class Hypothesis:
     reproduces: bool
     factor: float
     lse_factor: float | None = None
+    tested: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +56,8 @@ class Bisection:
 class CallReport:
     """Everything about one capture (or one merged DCP group, or one pair of files).
 
-    `findings` are mismatches that are no comparison: a tensor or a capture that only one side has.
+    `findings` are mismatches that are no comparison: a tensor or a capture that only one side has. `group`: it is of a merged
+    DCP group, which is counted apart from captures.
     """
 
     name: str
@@ -68,6 +73,7 @@ class CallReport:
     hint: str | None = None
     seconds: float = 0.0
     findings: tuple[str, ...] = ()
+    group: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +102,9 @@ class Report:
     def verdict(self) -> str:
         """The first line: what was found and what the exit code says."""
         noun = {"replay": "capture", "diff": "pair"}.get(self.command, "call")
-        total = len(self.calls)
-        named = f"{total} {noun}{'s' if total != 1 else ''}"
+        groups = sum(call.group for call in self.calls)
+        single = len(self.calls) - groups
+        named = ", ".join(([counted(single, noun)] if single or not groups else []) + ([counted(groups, "group")] if groups else []))
         meaning = {0: "all that was compared agrees", 1: "a result is wrong", 2: "something could not be compared"}[self.exit_code]
         if not self.counts[MATCH] + self.counts[MISMATCH] + self.counts[ERROR]:
             meaning = "nothing was compared"
@@ -107,6 +114,11 @@ class Report:
         skipped = f", {self.skipped} not run" if self.skipped else ""
         word = ("OK", "FAIL", "ERROR")[self.exit_code]
         return f"{word}: {named}: {parts or 'none'}{skipped} (exit {self.exit_code}: {meaning})"
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 row`, `12 rows`."""
+    return f"{number:,} {noun}{'s' if number != 1 else ''}"
 
 
 def _few(names: Sequence[str]) -> str:
@@ -131,6 +143,7 @@ def report_json(report: Report) -> dict[str, Any]:
         "verdict": {0: MATCH, 1: MISMATCH, 2: ERROR}[report.exit_code],
         "exit_code": report.exit_code,
         "counts": {key.replace(" ", "_"): value for key, value in report.counts.items()},
+        "groups": sum(call.group for call in report.calls),
         "not_run": report.skipped,
         "calls": [call_json(call) for call in report.calls],
     }
@@ -230,9 +243,10 @@ def _bisection(item: Bisection | None) -> dict[str, Any] | None:
             "name": one.name,
             "text": one.text,
             "coordinates": dict(one.coordinates),
+            "tested": one.tested,
             "reproduces": one.reproduces,
-            "factor": number(one.factor),
-            "lse_factor": number(one.lse_factor),
+            "factor": number(one.factor) if one.tested else None,
+            "lse_factor": number(one.lse_factor) if one.tested else None,
         }
         for one in item.hypotheses
     ]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from mlactl.replay import tolerances
 from mlactl.replay.compare import Axes, Comparison, compare
+from mlactl.replay.report import counted
 
 if TYPE_CHECKING:
     import torch
@@ -45,6 +46,16 @@ class Strictness:
 def natural_lse(lse: torch.Tensor, base: str) -> torch.Tensor:
     """A log-sum-exp as natural logarithm, from the base it was declared in."""
     return lse if base == "natural" else lse.float() * math.log(2)
+
+
+def sizes(capture: Capture) -> str:
+    """`1 request, 4 rows, 2 heads`."""
+    return f"{counted(len(capture.boundaries) - 1, 'request')}, {counted(capture.rows, 'row')}, {counted(capture.heads, 'head')}"
+
+
+def call_text(capture: Capture) -> str:
+    """What kind of call it was and how large, as reports say it."""
+    return f"{capture.call.mode}, {sizes(capture)}, {capture.call.record} records"
 
 
 def call_axes(capture: Capture, rows: Sequence[int] | None = None, heads: Sequence[int] | None = None) -> Axes:

@@ -18,8 +18,8 @@ from mlactl.replay.capture import Capture
 from mlactl.replay.dcp import groups
 from mlactl.replay.inferred import inferred_clusters
 from mlactl.replay.kernel import KernelResult, run_kernel
-from mlactl.replay.report import ERROR, MATCH, MISMATCH, NOTHING, Bisection, CallReport, Pair, Report
-from mlactl.replay.results import Strictness, call_axes, natural_lse, result_comparisons
+from mlactl.replay.report import ERROR, MATCH, MISMATCH, NOTHING, Bisection, CallReport, Pair, Report, counted
+from mlactl.replay.results import Strictness, call_axes, call_text, natural_lse, result_comparisons, sizes
 from mlactl.replay.slices import cut, only_heads, selected
 from mlactl.replay.workers import in_order
 
@@ -223,7 +223,7 @@ def _provenance(results: Results, options: ReplayOptions) -> tuple[tuple[str, st
     capture, call = results.capture, results.capture.call
     lines = [
         ("kernel", call.spec.label()),
-        ("call", f"{call.mode}, {len(capture.boundaries) - 1} requests, {capture.rows} rows, {capture.heads} heads, {call.record} records"),
+        ("call", call_text(capture)),
         ("reference", f"{options.reference} on {oracle.device_for(options.device)}"),
     ]
     if call.profile:
@@ -285,7 +285,7 @@ def _shrink(capture: Capture, options: ReplayOptions) -> Bisection:
     smallest, steps = shrink(capture, fails, on_step=partial(_say, options, capture.name))
     result = run(smallest)
     folder = options.smallest or Path("smallest-captures")
-    what = f"{len(smallest.boundaries) - 1} requests, {smallest.rows} rows, {smallest.heads} heads, {len(smallest.tensors['kv_cache'])} pages"
+    what = f"{sizes(smallest)}, {counted(len(smallest.tensors['kv_cache']), 'page')}"
     verdict = f"the smallest input that still fails has {what}"
     try:
         path = captures.save(smallest.with_result(result.output, result.lse), folder, f"{capture.name}-smallest", again=True)
@@ -316,7 +316,7 @@ def replay(paths: Sequence[Path], options: ReplayOptions, *, jobs: int = 1, fail
         if fail_fast and report.status in (MISMATCH, ERROR):
             break
     skipped = len(paths) - len(done)
-    done += groups.unmerged(paths) if skipped else groups.group_reports(paths, options)
+    done += groups.unmerged(paths) if skipped else groups.group_reports(paths, options, done)
     return Report(tuple(done), skipped=skipped)
 
 

@@ -12,6 +12,7 @@ import msgspec
 import torch
 
 from mlactl.replay.capture import Capture
+from mlactl.replay.report import counted
 from mlactl.replay.visible import seen
 
 Fails = Callable[[Capture], bool]
@@ -54,7 +55,7 @@ def shrink(capture: Capture, fails: Fails, *, on_step: OnStep | None = None) -> 
             continue
         found = _reduce(found, before, cut, budget)
         steps.append(f"{name}: {before} to {parts(found)}")
-    steps.append(f"{budget.runs} runs")
+    steps.append(counted(budget.runs, "run"))
     return found, tuple(steps)
 
 

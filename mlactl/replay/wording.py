@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from mlactl.replay.compare import Cluster, Comparison, Element, WorstRow
-from mlactl.replay.report import Bisection, Hypothesis
+from mlactl.replay.report import Bisection, Hypothesis, counted
 
 
 def summary(item: Comparison) -> str:
@@ -38,7 +38,7 @@ def rule_lines(item: Comparison) -> list[str]:
 
 
 def _rows(count: int) -> str:
-    return f"{count:,} row{'s' if count != 1 else ''}"
+    return counted(count, "row")
 
 
 def _furthest(word: str, value: float | None) -> str:
@@ -125,5 +125,7 @@ def bisection_lines(found: Bisection) -> list[tuple[str, str]]:
 def _fit(item: Hypothesis) -> str:
     if item.reproduces:
         return "reproduces"
+    if not item.tested:
+        return "not tested"
     largest = max(item.factor, item.lse_factor or 0.0)
     return f"off by {largest:.3g}x the tolerance" if largest < 1e30 else "further off than any tolerance"

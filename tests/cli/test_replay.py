@@ -306,6 +306,56 @@ def test_a_gpu_that_is_not_there_is_exit_3(inside, monkeypatch):
     assert "no CUDA device was found for --device cuda" in done.stderr
 
 
+def test_help_lists_every_exit_code_and_what_is_drawn(inside):
+    shown = " ".join(inside("replay", "--help").stdout.replace("│", " ").split())
+    assert "3 no GPU for --device cuda" in shown
+    assert "of the first that fails" in shown
+
+
+@pytest.mark.parametrize("folder", ["new", "new/below", "there"])
+def test_a_smallest_capture_that_was_not_made_is_said(inside, tmp_path, folder):
+    """An empty folder was left, without a word."""
+    (tmp_path / "there").mkdir()
+    done = inside("replay", EXAMPLES / "dense-visible-length", "--bisect", "--no-kernel", "--smallest", tmp_path / folder)
+    assert done.code == 1
+    assert f"warning: nothing was written to {tmp_path / folder}: no kernel ran (the kernel was not asked for)" in done.stderr.splitlines()
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
+
+
+def test_why_no_smallest_capture_was_written_where_kernels_ran(inside, tmp_path, monkeypatch):
+    from mlactl.replay import runner
+    from mlactl.replay.kernel import KernelResult
+
+    factors = iter([1.0, 2.0])
+
+    def run(capture, **options):
+        output, lse = runner.oracle.reference(capture, "fp32", device="cpu")
+        return KernelResult((output * next(factors)).to(torch.bfloat16), lse)
+
+    monkeypatch.setattr(runner, "run_kernel", run)
+    said = "where the kernel's result is wrong the captured one is too, and was explained instead"
+    for why in ("no result of a kernel is wrong", said):
+        done = inside("replay", EXAMPLES / "dense-visible-length", "--bisect", "--smallest", tmp_path / "new")
+        assert f"warning: nothing was written to {tmp_path / 'new'}: {why}" in done.stderr.splitlines()
+        assert not (tmp_path / "new").exists()
+
+
+def test_outputs_without_inputs_say_which_is_missing(inside, tmp_path):
+    """The hint was to list the very file that is missing."""
+    folder = example(tmp_path, "dense-right")
+    inputs = folder / "dense-right.in.safetensors"
+    inputs.unlink()
+    message = f"{inputs} is missing: dense-right.out.safetensors alone is half of a capture"
+    hint = f"hint: copy dense-right.in.safetensors there too, or record again; ls -l {folder}"
+    for given in (folder / "dense-right.out.safetensors", folder / "dense-right"):
+        alone = inside("replay", given)
+        assert (alone.code, alone.stderr.splitlines()) == (2, [f"error: {message}", hint])
+    inside_folder = inside("replay", folder)
+    assert inside_folder.code == 2
+    assert f"  {message}" in inside_folder.lines
+    assert hint in inside_folder.stderr.splitlines()
+
+
 def test_a_row_that_is_not_there(inside):
     done = inside("replay", EXAMPLES / "dense-right", "--rows", "8")
     assert done.code == 2
@@ -346,6 +396,8 @@ def test_a_picture(inside, tmp_path, monkeypatch):
     assert sorted(computed) == NAMES  # what is drawn is not computed again
     assert (tmp_path / "error.png").read_bytes().startswith(b"\x89PNG")
     assert "drew dense-split-dropped" in done.stderr
+    assert "drawing: 0/1 picture\n" in done.stderr
+    assert "pictures" not in done.stderr
 
 
 @pytest.mark.parametrize("what", ["in.safetensors", "out.safetensors", "index"])

@@ -13,7 +13,9 @@ from calls import dense, finished
 from mlactl.replay import capture as captures
 from mlactl.replay import oracle
 from mlactl.replay.attention import views, without
+from mlactl.replay.report import call_json
 from mlactl.replay.runner import ReplayOptions, replay_capture
+from mlactl.replay.wording import bisection_lines
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "captures"
@@ -144,6 +146,49 @@ def test_noise_is_explained_by_nothing():
     report = replay_capture(made.with_result((made.output.float() + noise).to(torch.bfloat16), made.lse), BISECT)
     assert report.bisection.verdict.startswith("none of")
     assert not any(item.reproduces for item in report.bisection.hypotheses)
+
+
+@pytest.mark.parametrize("noisy", [False, True])
+def test_one_row_and_head_cannot_tell_which_record(noisy):
+    """Every key's value could be solved for so that it fitted one row and head, and a wrong page was named as reproducing it."""
+    made = captures.read(EXAMPLES / "sparse-record-flipped")
+    if noisy:
+        made = made.with_result(torch.randn(made.output.shape, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16), made.lse)
+    report = replay_capture(made, replace(BISECT, rows=(2,), heads=(2,)))
+    assert report.bisection.verdict == "none of 5 explanations reproduces the captured output; not tested: altered record"
+    assert not any(item.reproduces for item in report.bisection.hypotheses)
+    last = report.bisection.hypotheses[-1]
+    assert (last.name, last.tested, last.coordinates) == ("altered record", False, ())
+    command = f"mlactl replay {EXAMPLES / 'sparse-record-flipped'} --bisect"
+    assert last.text == f"one row and head cannot tell which record; with all rows and heads: {command}"
+    assert bisection_lines(report.bisection)[-1] == ("altered record", f"not tested: {last.text}")
+    in_json = call_json(report)["bisection"]["hypotheses"][-1]
+    assert (in_json["tested"], in_json["reproduces"], in_json["factor"], in_json["text"]) == (False, False, None, last.text)
+
+
+def test_a_call_of_one_row_and_head_has_no_more_to_ask_for():
+    made = finished(dense(lengths=(40,), rows=1, heads=1))
+    report = replay_capture(made.with_result(-made.output, made.lse), BISECT)
+    assert [item.text for item in report.bisection.hypotheses if not item.tested] == [
+        "one row and head cannot tell which record, and no other row and head shows it"
+    ]
+
+
+@pytest.mark.parametrize("heads", [(0,), (1, 2)])
+def test_two_rows_or_heads_tell_which_record(heads):
+    report = replay_capture(captures.read(EXAMPLES / "sparse-record-flipped"), replace(BISECT, rows=(1, 2), heads=heads))
+    first = report.bisection.hypotheses[0]
+    assert (first.name, first.reproduces, first.tested) == ("altered record", True, True)
+    assert dict(first.coordinates) == {"page": 300639, "stored_page": 2, "offset": 9}
+
+
+@pytest.mark.parametrize("name", ["dense-split-dropped", "dense-visible-length", "sparse-identity-scale", "sparse-lse-base"])
+def test_a_slice_of_another_fault_has_one_explanation(name):
+    """Of one row and head the altered record was a second explanation that reproduced it as well."""
+    row = 6 if name.startswith("dense") else 2
+    found = replay_capture(captures.read(EXAMPLES / name), replace(BISECT, rows=(row,), heads=(0,))).bisection.hypotheses
+    assert [item.reproduces for item in found] == [True] + [False] * (len(found) - 1)
+    assert [item.name for item in found if not item.tested] == ["altered record"]
 
 
 def test_nan_is_explained_by_nothing():

@@ -356,7 +356,7 @@ def test_outputs_without_inputs_are_not_passed_over(tmp_path):
     captures.save(finished(dense()), tmp_path, "one")
     (tmp_path / "one.in.safetensors").unlink()
     (path,) = captures.find([tmp_path])
-    with pytest.raises(CannotRun, match=r"one\.in\.safetensors: no such file"):
+    with pytest.raises(CannotRun, match=r"one\.in\.safetensors is missing"):
         captures.read(path)
 
 

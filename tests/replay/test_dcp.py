@@ -20,6 +20,7 @@ from mlactl.replay.dcp.merge import merge_results
 from mlactl.replay.dcp.unsharded import global_lengths, held, length_faults, unsharded
 from mlactl.replay.errors import BadCapture
 from mlactl.replay.header import Parallel
+from mlactl.replay.report import Report, report_json
 from mlactl.replay.results import Strictness
 from mlactl.replay.runner import ReplayOptions, replay
 
@@ -157,6 +158,47 @@ def test_the_rank_with_a_wrong_output_is_inferred(tmp_path):
     assert report.inferred[0].note.startswith("rank 3")
 
 
+@pytest.mark.parametrize("factor", [0.9, 1.3])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_of_two_ranks_the_one_that_is_wrong_by_itself_is_named(tmp_path, rank, factor):
+    """Both ranks' movements line up with the error alike, and the good one was named."""
+    made, _ = shards((37, 60), 2, rows=3)
+    made[rank] = made[rank].with_result(made[rank].output * factor, made[rank].lse)
+    paths = saved(tmp_path, made)
+    report = replay(paths, replace(CPU, kernel=False))
+    group = report.calls[-1]
+    assert (group.status, [item.note for item in group.inferred]) == ("mismatch", [f"rank {rank}: its own result is wrong"])
+    assert [(item.axis, item.indices, item.extent, item.top) for item in group.inferred] == [("rank", 1, 2, ((rank, 0, 0),))]
+    (alone,) = group_reports(paths, CPU)
+    assert (alone.status, alone.inferred) == ("mismatch", ())
+
+
+def test_every_rank_that_is_wrong_by_itself_is_named(tmp_path):
+    made, _ = shards((200,), 4)
+    for rank in (1, 3):
+        made[rank] = made[rank].with_result(made[rank].output * 1.3, made[rank].lse)
+    group = replay(saved(tmp_path, made), replace(CPU, kernel=False)).calls[-1]
+    assert [(item.note, item.indices) for item in group.inferred] == [("ranks 1, 3: their own results are wrong", 2)]
+
+
+def test_groups_are_counted_apart_from_captures(tmp_path):
+    """Two captures of one group were three captures."""
+    made, _ = shards((37, 60), 2)
+    report = replay(saved(tmp_path, made), replace(CPU, kernel=False))
+    assert report.verdict() == "OK: 2 captures, 1 group: 3 match (exit 0: all that was compared agrees)"
+    assert (report_json(report)["groups"], report_json(report)["counts"]["match"]) == (1, 3)
+    assert Report(report.calls[-1:], command="dcp").verdict().startswith("OK: 1 group: 1 match")
+    assert dict(report.calls[0].provenance)["call"] == "decode, 2 requests, 2 rows, 2 heads, bf16 records"
+
+
+def test_rows_of_wrong_lengths_that_are_not_named_are_counted(tmp_path):
+    """Of eight rows four were named, as if there were no more."""
+    made, _ = shards((40,), 2, rows=8, wrong_rows={1: [1, 2, 3, 4, 5, 6, 7, 8]})
+    (report,) = group_reports(saved(tmp_path, made), replace(CPU, bisect=True))
+    assert [note.split(":")[0] for note in report.notes] == [*(f"rank 1, row {row}" for row in range(4)), "and 4 more of such rows"]
+    assert report.bisection.verdict == "visible length: rank 1, row 0 sees 1 key, 16 of those it holds are visible; 7 more rows like it"
+
+
 def test_lengths_that_are_no_sharding_are_refused():
     made, _ = shards((10,), 2)
     tensors = {**made[1].tensors, "cache_seqlens": torch.tensor([3], dtype=torch.int32)}
@@ -202,12 +244,12 @@ def test_rows_and_heads_restrict_the_merge_too(tmp_path):
     output = made[1].output.clone()
     output[4] *= 2
     paths = saved(tmp_path, [made[0], made[1].with_result(output, made[1].lse)])
-    right, wrong = (group_reports(paths, replace(CPU, rows=rows, heads=(1,), bisect=True))[0] for rows in ((0, 5), (2, 4)))
+    right, wrong = (replay(paths, replace(CPU, kernel=False, rows=rows, heads=(1,), bisect=True)).calls[-1] for rows in ((0, 5), (2, 4)))
     assert (right.status, right.pairs[0].comparisons[0].shape) == ("match", (2, 1, 512))
     assert wrong.status == "mismatch"
     place = dict(wrong.pairs[0].comparisons[0].worst.coordinates)
     assert (place["request"], place["row"], place["head"]) == (1, 4, 1)
-    assert wrong.inferred[0].note.startswith("rank 1")
+    assert wrong.inferred[0].note == "rank 1: its own result is wrong"
     # It named the shards alone: a command that judges the whole call, by the tolerances of the table.
     named = f"mlactl replay {' '.join(str(path).removesuffix('.in.safetensors') for path in paths)}"
     assert wrong.command == f"{named} --rows 4 --heads 1 --device cpu"
@@ -297,5 +339,5 @@ def test_ranks_that_do_not_fit_the_group(tmp_path):
     saved(tmp_path, made)
     done = subprocess.run([sys.executable, "-m", "mlactl.replay.dcp", str(tmp_path)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
-    assert "error: 1 ranks were started, the groups have [2]" in done.stderr
+    assert "error: 1 rank was started, the captures hold groups of 2" in done.stderr
     assert "hint: torchrun --nproc-per-node 2" in done.stderr

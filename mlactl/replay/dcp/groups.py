@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,8 +18,8 @@ from mlactl.replay.compare import Cluster
 from mlactl.replay.dcp.merge import merge_results
 from mlactl.replay.dcp.unsharded import length_faults, unsharded
 from mlactl.replay.gates import output_factors
-from mlactl.replay.report import ERROR, MATCH, MISMATCH, NOTHING, Bisection, CallReport, Hypothesis, Pair
-from mlactl.replay.results import call_axes, result_comparisons
+from mlactl.replay.report import ERROR, MATCH, MISMATCH, NOTHING, Bisection, CallReport, Hypothesis, Pair, counted
+from mlactl.replay.results import call_axes, call_text, result_comparisons
 from mlactl.replay.slices import only_heads, selected
 from mlactl.replay.tolerances import for_merged_output
 
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 NAMED = 8
 """Ranks that a message names one by one."""
+
+NAMED_FAULTS = 4
+"""Rows of a wrong visible length that a report names one by one."""
 
 Parts = tuple[list["torch.Tensor"], list["torch.Tensor"], list[str]]
 """Outputs, LSEs and LSE bases by rank."""
@@ -109,13 +112,17 @@ def _lacking(shards: Mapping[int, Capture], with_results: bool) -> tuple[str, st
 
 def _unjudged(name: str, why: str, hint: str, *, shards: Sequence[Capture] = ()) -> CallReport:
     here = (("shards", f"{', '.join(shard.name for shard in shards)}"),) if shards else ()
-    return CallReport(name, NOTHING, here, message=f"the merge was not judged: {why}", hint=hint)
+    return CallReport(name, NOTHING, here, message=f"the merge was not judged: {why}", hint=hint, group=True)
 
 
-def group_reports(paths: Sequence[Path], options: ReplayOptions) -> tuple[CallReport, ...]:
-    """A report for every group, those that cannot be merged too; none where the captures hold no group."""
+def group_reports(paths: Sequence[Path], options: ReplayOptions, calls: Sequence[CallReport] = ()) -> tuple[CallReport, ...]:
+    """A report for every group, those that cannot be merged too; none where the captures hold no group.
+
+    `calls` are the reports on the captures themselves: a rank whose own result is wrong is named for a wrong merge.
+    """
     groups = find_groups(paths)
-    return (*(_report(group, options) for group in groups.complete), *groups.incomplete)
+    wrong = {call.name for call in calls if any(pair.left == "captured" and not pair.matches for pair in call.pairs)}
+    return (*(_report(group, options, wrong) for group in groups.complete), *groups.incomplete)
 
 
 def unmerged(paths: Sequence[Path]) -> tuple[CallReport, ...]:
@@ -130,14 +137,14 @@ def unmerged(paths: Sequence[Path]) -> tuple[CallReport, ...]:
     return ()
 
 
-def _report(group: Group, options: ReplayOptions) -> CallReport:
+def _report(group: Group, options: ReplayOptions, wrong: Set[str]) -> CallReport:
     started = time.perf_counter()
     options.step(group.name)
     try:
         parts = parts_of(group)
-        found = compare_merged(group, *merge_results(*parts), options, parts=parts)
+        found = compare_merged(group, *merge_results(*parts), options, parts=parts, wrong=wrong)
     except MlactlError as error:
-        found = CallReport(group.name, ERROR, (), message=safe(error.message), hint=error.hint)
+        found = CallReport(group.name, ERROR, (), message=safe(error.message), hint=error.hint, group=True)
     return replace(found, seconds=time.perf_counter() - started)
 
 
@@ -157,11 +164,13 @@ def compare_merged(
     how: str = "merged",
     parts: Parts | None = None,
     partials: Sequence[str] = (),
+    wrong: Set[str] = frozenset(),
 ) -> CallReport:
     """The report on a merged result (natural LSE) of a group against the unsharded reference.
 
     `parts` are the ranks' own results where they are known here: what an error is traced to. `partials` says by rank
-    where each came from, for merges of something else than what was captured.
+    where each came from, for merges of something else than what was captured. `wrong` are the captures whose own result
+    does not match.
     """
     whole = unsharded(group.shards)
     rows = selected("row", options.rows, whole.rows)
@@ -184,27 +193,50 @@ def compare_merged(
         MATCH if pair.matches else MISMATCH,
         (
             ("kernel", call.spec.label()),
-            ("call", f"{call.mode}, {len(whole.boundaries) - 1} requests, {whole.rows} rows, {whole.heads} heads, {call.record} records"),
+            ("call", call_text(whole)),
             ("shards", f"{parallel.dcp_world} DCP ranks, interleave {parallel.interleave}: {', '.join(shard.name for shard in group.shards)}"),
             *((("partials", "; ".join(f"rank {rank}: {source}" for rank, source in enumerate(partials))),) if partials else ()),
         ),
         (pair,),
-        inferred=() if pair.matches or known is None else _by_rank(known, merged[0], right[0]),
+        inferred=() if pair.matches or known is None else _own_verdicts(group, wrong) or _by_rank(known, merged[0], right[0]),
         command=None if pair.matches else options.command([shard.path or shard.name for shard in group.shards], pair),
-        notes=(*(f"rank {rank}, row {row}: sees {sees} of its keys, {count} of them are visible" for rank, row, sees, count in faults[:4]), *saved),
+        notes=(*_length_notes(faults), *saved),
         bisection=_explain(group, known, merged[0], right[0], faults, rows, heads, options) if explained and known is not None else None,
+        group=True,
     )
+
+
+def _length_notes(faults: Sequence[tuple[int, int, int, int]]) -> list[str]:
+    notes = [f"rank {rank}, row {row}: sees {sees} of its keys, {count} of them are visible" for rank, row, sees, count in faults[:NAMED_FAULTS]]
+    return notes + ([f"and {len(faults) - NAMED_FAULTS} more of such rows"] if len(faults) > NAMED_FAULTS else [])
 
 
 def _cut(tensor: torch.Tensor, rows: Sequence[int], heads: Sequence[int] | None) -> torch.Tensor:
     return only_heads(tensor if len(rows) == len(tensor) else tensor[list(rows)], heads)
 
 
+def _own_verdicts(group: Group, wrong: Set[str]) -> tuple[Cluster, ...]:
+    """The ranks whose own result is wrong."""
+    ranks = [rank for rank, shard in enumerate(group.shards) if shard.name in wrong]
+    if not ranks:
+        return ()
+    more = f" and {len(ranks) - NAMED} more" if len(ranks) > NAMED else ""
+    named = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:NAMED]))}{more}"
+    note = f"{named}: {'their own results are' if len(ranks) > 1 else 'its own result is'} wrong"
+    top = tuple((rank, 0, 0) for rank in ranks[:NAMED])
+    return (Cluster("rank", len(ranks), len(group.shards), top, inferred=True, note=note),)
+
+
 def _by_rank(parts: Parts, output: torch.Tensor, reference: torch.Tensor) -> tuple[Cluster, ...]:
-    """The rank whose contribution lines up best with the merged error: taking it out moves the output along weight * (its output - merged)."""
+    """The rank whose contribution lines up best with the merged error: taking it out moves the output along weight * (its output - merged).
+
+    None of two: what one of them adds the other takes away, so both line up alike.
+    """
     import torch
 
     outputs, lses, bases = parts
+    if len(outputs) < 3:
+        return ()
     total = merge_results(outputs, lses, bases)[1]
     error = (output - reference).double().nan_to_num()
     scores = []
@@ -237,8 +269,8 @@ def _explain(
         shards = [oracle.reference(shard, options.reference, device=options.device, rows=rows) for shard in group.shards]
         shares = [only_heads(share[0], heads) for share in shards], [only_heads(share[1], heads) for share in shards]
         factor = float(output_factors(merged, merge_results(*shares, ["natural"] * len(shards))[0], tolerance).max())
-        for rank, row, sees, right in faults[:4]:
-            text = f"rank {rank}, row {row} sees {sees} keys, {right} of those it holds are visible"
+        for rank, row, sees, right in faults[:NAMED_FAULTS]:
+            text = f"rank {rank}, row {row} sees {counted(sees, 'key')}, {right} of those it holds are visible"
             tried.append(Hypothesis("visible length", text, (("rank", rank), ("row", row), ("shift", sees - right)), factor <= 1, factor))
     for rank, base in enumerate(bases):
         other = [*bases[:rank], "2" if base == "natural" else "natural", *bases[rank + 1 :]]
@@ -253,5 +285,7 @@ def _explain(
     tried.append(Hypothesis("LSE base", "every rank wrote its LSE in the other base than it declares", (), factor <= 1, factor))
     ranked = sorted(tried, key=lambda item: (not item.reproduces, item.factor))
     if ranked[0].reproduces:
-        return Bisection(f"{ranked[0].name}: {ranked[0].text}", tuple(ranked))
+        like_it = len(faults) - 1 if ranked[0].name == "visible length" else 0
+        more = f"; {counted(like_it, 'more row')} like it" if like_it else ""
+        return Bisection(f"{ranked[0].name}: {ranked[0].text}{more}", tuple(ranked))
     return Bisection(f"none of {len(ranked)} explanations makes the merge right", tuple(ranked))

@@ -19,7 +19,7 @@ from mlactl.replay.capture import Capture, find
 from mlactl.replay.dcp.groups import Group, compare_merged, find_groups, parts_of
 from mlactl.replay.errors import BadCapture
 from mlactl.replay.kernel import run_kernel
-from mlactl.replay.report import ERROR, CallReport, Report
+from mlactl.replay.report import ERROR, CallReport, Report, counted
 from mlactl.replay.results import natural_lse
 
 if TYPE_CHECKING:
@@ -50,8 +50,9 @@ def run_ranks(paths: Sequence[str], options: ReplayOptions) -> Report | None:
         raise UsageError(f"the captures hold no complete DCP group{why}", hint="name a folder with the captures of every rank of a call")
     worlds = {group.shards[0].call.parallel.dcp_world for group in groups}
     if worlds != {ranks}:
+        started = f"{counted(ranks, 'rank')} {'was' if ranks == 1 else 'were'} started"
         raise UsageError(
-            f"{ranks} ranks were started, the groups have {sorted(worlds)}",
+            f"{started}, the captures hold groups of {' and '.join(map(str, sorted(worlds)))}",
             hint=f"torchrun --nproc-per-node {min(worlds)} -m mlactl.replay.dcp {shell_word(paths[0])}",
         )
     local = int(os.environ.get("LOCAL_RANK", "0"))
@@ -89,7 +90,7 @@ def _run_group(group: Group, options: ReplayOptions, device: str) -> CallReport 
     try:
         report = compare_merged(group, merged.cpu(), total.cpu(), options, how=how, parts=parts, partials=sources)
     except MlactlError as error:
-        return CallReport(group.name, ERROR, (), message=error.message, hint=error.hint)
+        return CallReport(group.name, ERROR, (), message=error.message, hint=error.hint, group=True)
     blind = [str(place) for place, one in enumerate(sources) if one == REFERENCE]
     if not blind:
         return report
