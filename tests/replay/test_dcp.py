@@ -252,7 +252,7 @@ def test_rows_and_heads_restrict_the_merge_too(tmp_path):
     assert wrong.inferred[0].note == "rank 1: its own result is wrong"
     # It named the shards alone: a command that judges the whole call, by the tolerances of the table.
     named = f"mlactl replay {' '.join(str(path).removesuffix('.in.safetensors') for path in paths)}"
-    assert wrong.command == f"{named} --rows 4 --heads 1 --device cpu"
+    assert wrong.command == f"{named} --rows 4 --heads 1 --device cpu --no-kernel"
     (strict,) = group_reports(paths, replace(CPU, strictness=Strictness(row=0.001), kernel=False))
     place = dict(strict.pairs[0].comparisons[0].worst.coordinates)
     assert strict.command == f"{named} --rows {place['row']} --heads {place['head']} --device cpu --no-kernel --row-tol 0.001"
