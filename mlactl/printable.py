@@ -18,6 +18,11 @@ def safe(text: object, keep: frozenset[str] = frozenset()) -> str:
     return "".join(char if char.isprintable() or char in keep else char.encode("unicode_escape", "surrogatepass").decode("ascii") for char in made)
 
 
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """`1 row`, `1,200 rows`."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
 def safe_lines(text: str) -> str:
     """`safe` text that may have several lines and tabs."""
     return safe(text, _LAYOUT)

@@ -208,9 +208,10 @@ def _check_unsaved(folder: Path, paths: Sequence[Path]) -> None:
 
 def _import(out: Output, dumps: list[str], target: Path) -> tuple[list[Path], list[CallReport]]:
     """Captures made of FlashInfer dumps, and what is to be said of the others; raises NothingCompared where none could be made."""
+    from mlactl.printable import counted
     from mlactl.replay.errors import NothingCompared
     from mlactl.replay.importers.flashinfer import CALLS_HINT, import_dumps
-    from mlactl.replay.report import ERROR, CallReport, counted
+    from mlactl.replay.report import ERROR, CallReport
 
     written: list[Path] = []
     refused: list[Refusal] = []

@@ -12,8 +12,9 @@ from typing import Annotated, Any
 import typer
 
 from mlactl.cli import options
-from mlactl.cli.scales_report import counted, finding_lines, show
+from mlactl.cli.scales_report import finding_lines, show
 from mlactl.errors import MlactlError, UsageError
+from mlactl.printable import counted
 from mlactl.profiles import Profile, examine, load, locate
 from mlactl.regular_files import require_writable
 from mlactl.scales.findings import InvalidScales, plain

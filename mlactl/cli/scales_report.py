@@ -6,6 +6,7 @@ import math
 import shutil
 from collections.abc import Sequence
 
+from mlactl.printable import counted
 from mlactl.scales.findings import MAX_FINDINGS, Finding, plain
 from mlactl.scales.float32 import text32
 from mlactl.scales.verdict import CheckpointRow, OuterRow, Report, Verdict
@@ -147,11 +148,6 @@ def _can_draw(out: Output) -> bool:
 
 def _width() -> int:
     return shutil.get_terminal_size((100, 24)).columns
-
-
-def counted(number: int, noun: str) -> str:
-    """`1 layer`, `12 layers`."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _count(number: int, noun: str) -> str:

@@ -16,9 +16,9 @@ from mlactl.cache.foreign.b12x import roots as b12x
 from mlactl.cache.reading import lock_holder
 from mlactl.cache.roots import Layer
 from mlactl.cache.store import Entry, Status
-from mlactl.doctor.findings import Finding, Severity, counted
+from mlactl.doctor.findings import Finding, Severity
 from mlactl.doctor.situation import LayerEntries, Situation, as_owner
-from mlactl.printable import shell_word
+from mlactl.printable import counted, shell_word
 
 LOW_BYTES, FULL_BYTES = 256 << 20, 16 << 20
 """Free space below which a root is warned of (a few hundred profiles' worth) and below which a warmup may not finish."""

@@ -6,10 +6,11 @@ from collections import Counter
 from collections.abc import Iterator
 
 from mlactl.cache import machine_code
-from mlactl.doctor.findings import Finding, Severity, counted
+from mlactl.doctor.findings import Finding, Severity
 from mlactl.doctor.gpus import cuda_text
 from mlactl.doctor.situation import Situation, linker
 from mlactl.errors import EnvironmentUnfit
+from mlactl.printable import counted
 
 COMPILER_WHEEL = "pip install 'nvidia-cutlass-dsl[cu13]==4.8.1' apache-tvm-ffi"
 
@@ -66,7 +67,7 @@ def _against_cache(situation: Situation) -> Iterator[Finding]:
     if here is not None and total:
         others = {tool: number for tool, number in made.items() if tool != here}
         if not others:
-            yield Finding("toolchain", Severity.OK, "cache-toolchain", f"{counted(total)} in the cache, all made by it")
+            yield Finding("toolchain", Severity.OK, "cache-toolchain", f"{counted(total, 'object')} in the cache, all made by it")
             return
         named = "; ".join(f"{number} by {tool.label()}{_parts(tool.distributions, here.distributions)}" for tool, number in others.items())
         what = f"{sum(others.values())} of {total} objects were made by another toolchain, which a lookup here never finds: {named}"

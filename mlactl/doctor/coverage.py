@@ -8,11 +8,11 @@ from pathlib import Path
 
 from mlactl import profiles as profile_files
 from mlactl.cache.store import Store
-from mlactl.doctor.findings import Finding, Severity, counted
+from mlactl.doctor.findings import Finding, Severity
 from mlactl.doctor.scale_files import file_for
 from mlactl.doctor.situation import Situation
 from mlactl.errors import MlactlError
-from mlactl.printable import shell_word
+from mlactl.printable import counted, shell_word
 from mlactl.profiles import BadProfile, Profile
 from mlactl.scales.needs import identities_needed
 from mlactl.warmup.plan import MISSING, NOT_BUILT, PRESENT, UNTRUSTED, Item, look_up

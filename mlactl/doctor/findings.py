@@ -45,11 +45,6 @@ class Finding:
         }
 
 
-def counted(number: int, noun: str = "object", plural: str = "") -> str:
-    """`1 object`, `12 objects`."""
-    return f"{number} {noun if number == 1 else plural or noun + 's'}"
-
-
 def exit_code(findings: Iterable[Finding]) -> int:
     """3 when a launch could not work, 1 when something is wrong, 0 otherwise."""
     found = {finding.severity for finding in findings}

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 
 from mlactl.cache import key as keys
 from mlactl.cache.store import Entry
-from mlactl.doctor.findings import Finding, Severity, counted
+from mlactl.doctor.findings import Finding, Severity
 from mlactl.doctor.situation import Situation
 from mlactl.kernels import registry
+from mlactl.printable import counted
 
 
 def check(situation: Situation) -> Iterator[Finding]:
@@ -37,11 +38,11 @@ def _of(situation: Situation, arch: str) -> Finding:
     if found:
         rest = len(here) - len(found)
         also = f", and {rest} that it does not (mlactl cache prune --dry-run, --stale)" if rest else ""
-        return Finding("objects", Severity.OK, "objects", f"{counted(len(found))} for {arch} that a lookup here finds{also}")
+        return Finding("objects", Severity.OK, "objects", f"{counted(len(found), 'object')} for {arch} that a lookup here finds{also}")
     reasons = Counter(reason for entry in here for reason in _reasons(situation, entry))
     named = ", ".join(reason for reason, _ in reasons.most_common(3))
     also = f"; {situation.obstacle}" if situation.obstacle is not None else ""
-    what = f"{counted(len(here))} for {arch}, none of which a lookup here finds: {named}{also}"
+    what = f"{counted(len(here), 'object')} for {arch}, none of which a lookup here finds: {named}{also}"
     return Finding(
         "objects",
         _severity(situation, arch),

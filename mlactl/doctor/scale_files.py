@@ -15,10 +15,10 @@ from mlactl.cache.foreign.b12x import roots as b12x
 from mlactl.cache.store import Status
 from mlactl.cache.trust import describe
 from mlactl.doctor.cache_roots import gone
-from mlactl.doctor.findings import Finding, Severity, counted
+from mlactl.doctor.findings import Finding, Severity
 from mlactl.doctor.situation import Situation, as_owner, owners_of_closed
 from mlactl.errors import CannotRun, MlactlError
-from mlactl.printable import shell_word
+from mlactl.printable import counted, shell_word
 from mlactl.profiles import STATIC_NVFP4, Profile
 from mlactl.scales.findings import InvalidScales
 from mlactl.scales.outer import OuterScales, examine, load_outer_scales

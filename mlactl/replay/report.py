@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from mlactl.printable import counted
 from mlactl.replay.compare import Cluster, Comparison, Element, WorstRow
 
 MATCH, MISMATCH, NOTHING, ERROR = "match", "mismatch", "nothing compared", "error"
@@ -114,11 +115,6 @@ class Report:
         skipped = f", {self.skipped} not run" if self.skipped else ""
         word = ("OK", "FAIL", "ERROR")[self.exit_code]
         return f"{word}: {named}: {parts or 'none'}{skipped} (exit {self.exit_code}: {meaning})"
-
-
-def counted(number: int, noun: str) -> str:
-    """`1 row`, `12 rows`."""
-    return f"{number:,} {noun}{'s' if number != 1 else ''}"
 
 
 def _few(names: Sequence[str]) -> str:

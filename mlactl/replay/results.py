@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from mlactl.printable import counted
 from mlactl.replay import tolerances
 from mlactl.replay.compare import Axes, Comparison, compare
-from mlactl.replay.report import counted
 
 if TYPE_CHECKING:
     import torch

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mlactl.errors import MlactlError, UsageError
-from mlactl.printable import safe, shell_word
+from mlactl.printable import counted, safe, shell_word
 from mlactl.replay import capture as captures
 from mlactl.replay import oracle, storage
 from mlactl.replay.capture import Capture
 from mlactl.replay.dcp import groups
 from mlactl.replay.inferred import inferred_clusters
 from mlactl.replay.kernel import KernelResult, run_kernel
-from mlactl.replay.report import ERROR, MATCH, MISMATCH, NOTHING, Bisection, CallReport, Pair, Report, counted
+from mlactl.replay.report import ERROR, MATCH, MISMATCH, NOTHING, Bisection, CallReport, Pair, Report
 from mlactl.replay.results import Strictness, call_axes, call_text, natural_lse, result_comparisons, sizes
 from mlactl.replay.slices import cut, only_heads, selected
 from mlactl.replay.workers import in_order

@@ -11,8 +11,8 @@ from dataclasses import replace
 import msgspec
 import torch
 
+from mlactl.printable import counted
 from mlactl.replay.capture import Capture
-from mlactl.replay.report import counted
 from mlactl.replay.visible import seen
 
 Fails = Callable[[Capture], bool]

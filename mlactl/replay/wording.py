@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 
+from mlactl.printable import counted
 from mlactl.replay.compare import Cluster, Comparison, Element, WorstRow
-from mlactl.replay.report import Bisection, Hypothesis, counted
+from mlactl.replay.report import Bisection, Hypothesis
 
 
 def summary(item: Comparison) -> str:

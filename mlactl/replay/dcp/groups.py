@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mlactl.errors import MlactlError
-from mlactl.printable import safe
+from mlactl.printable import counted, safe
 from mlactl.replay import capture as captures
 from mlactl.replay import oracle, storage
 from mlactl.replay.capture import Capture
@@ -18,7 +18,7 @@ from mlactl.replay.compare import Cluster
 from mlactl.replay.dcp.merge import merge_results
 from mlactl.replay.dcp.unsharded import length_faults, unsharded
 from mlactl.replay.gates import output_factors
-from mlactl.replay.report import ERROR, MATCH, MISMATCH, NOTHING, Bisection, CallReport, Hypothesis, Pair, counted
+from mlactl.replay.report import ERROR, MATCH, MISMATCH, NOTHING, Bisection, CallReport, Hypothesis, Pair
 from mlactl.replay.results import call_axes, call_text, result_comparisons
 from mlactl.replay.slices import only_heads, selected
 from mlactl.replay.tolerances import for_merged_output

@@ -13,13 +13,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mlactl.errors import MlactlError, UsageError
-from mlactl.printable import shell_word
+from mlactl.printable import counted, shell_word
 from mlactl.replay import oracle
 from mlactl.replay.capture import Capture, find
 from mlactl.replay.dcp.groups import Group, compare_merged, find_groups, parts_of
 from mlactl.replay.errors import BadCapture
 from mlactl.replay.kernel import run_kernel
-from mlactl.replay.report import ERROR, CallReport, Report, counted
+from mlactl.replay.report import ERROR, CallReport, Report
 from mlactl.replay.results import natural_lse
 
 if TYPE_CHECKING:
